@@ -1,0 +1,127 @@
+#include "arena.hpp"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+namespace farandole {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x31454c4f444e4146;  // "FANDOLE1", little endian
+
+std::span<std::byte> map_whole(int descriptor, std::size_t size) {
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (memory == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category(),
+                            "cannot map " + std::to_string(size) + " bytes of shared memory");
+  }
+  return {static_cast<std::byte*>(memory), size};
+}
+
+std::size_t channel_offset(const Geometry& g, std::uint32_t src, std::uint32_t dst) noexcept {
+  const std::size_t pair = Channel::bytes(g, false);
+  const std::size_t shared = Channel::bytes(g, true);
+  // Each row holds N channels, of which the one on the diagonal is shared; it comes first.
+  const std::size_t row = shared + (g.world_size - 1) * pair;
+  if (src == dst) return src * row;
+  return src * row + shared + (dst < src ? dst : dst - 1) * pair;
+}
+
+}  // namespace
+
+Channel::Channel(std::byte* memory, const Geometry& geometry, bool shared) noexcept
+    : counters_(reinterpret_cast<Counter*>(memory)),
+      slots_(memory + sizeof(Counter) * (1 + (shared ? geometry.world_size : 1))),
+      stride_(sizeof(SlotHeader) + geometry.slot_bytes),
+      num_slots_(geometry.num_slots),
+      shared_(shared) {}
+
+std::size_t Channel::bytes(const Geometry& geometry, bool shared) noexcept {
+  return sizeof(Counter) * (1 + (shared ? geometry.world_size : 1)) +
+         geometry.num_slots * (sizeof(SlotHeader) + geometry.slot_bytes);
+}
+
+std::size_t Arena::total_bytes(const Geometry& geometry) noexcept {
+  return sizeof(ArenaHeader) + geometry.world_size * sizeof(RankState) +
+         channel_offset(geometry, geometry.world_size, geometry.world_size);
+}
+
+std::shared_ptr<Arena> Arena::create(const Geometry& geometry) {
+  if (geometry.world_size == 0 || geometry.num_slots == 0 ||
+      geometry.slot_bytes % kCacheLine != 0) {
+    throw std::invalid_argument("an arena needs ranks, slots, and slots of whole cache lines");
+  }
+  // A memfd has no name: whatever is killed and when, nothing of it can be left behind.
+  const int descriptor = memfd_create("farandole", MFD_CLOEXEC);
+  if (descriptor < 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot create shared memory");
+  }
+  const std::size_t size = total_bytes(geometry);
+  if (fchmod(descriptor, S_IRUSR | S_IWUSR) != 0 ||
+      ftruncate(descriptor, static_cast<off_t>(size)) != 0) {
+    const int error = errno;
+    close(descriptor);
+    throw std::system_error(error, std::generic_category(),
+                            "cannot size shared memory to " + std::to_string(size) + " bytes");
+  }
+  std::span<std::byte> memory;
+  try {
+    memory = map_whole(descriptor, size);
+  } catch (...) {
+    close(descriptor);
+    throw;
+  }
+  // The atomics of the channels are all zero, which is what fresh pages hold.
+  auto* header = new (memory.data()) ArenaHeader;
+  header->geometry = geometry;
+  for (std::uint32_t rank = 0; rank < geometry.world_size; ++rank) {
+    new (memory.data() + sizeof(ArenaHeader) + rank * sizeof(RankState)) RankState;
+  }
+  header->magic = kMagic;  // other processes learn of the descriptor only after this
+  return std::shared_ptr<Arena>(new Arena(descriptor, memory, geometry));
+}
+
+std::shared_ptr<Arena> Arena::map(int descriptor) {
+  struct stat status{};
+  if (fstat(descriptor, &status) != 0 ||
+      status.st_size < static_cast<off_t>(sizeof(ArenaHeader))) {
+    throw std::runtime_error("this descriptor is not the shared memory of a communicator");
+  }
+  const auto memory = map_whole(descriptor, static_cast<std::size_t>(status.st_size));
+  const auto* header = reinterpret_cast<const ArenaHeader*>(memory.data());
+  if (header->magic != kMagic || total_bytes(header->geometry) != memory.size()) {
+    munmap(memory.data(), memory.size());
+    throw std::runtime_error("this shared memory does not belong to a communicator of this version");
+  }
+  const Geometry geometry = header->geometry;
+  return std::shared_ptr<Arena>(new Arena(descriptor, memory, geometry));
+}
+
+Arena::~Arena() {
+  close_descriptor();
+  munmap(memory_.data(), memory_.size());
+}
+
+void Arena::close_descriptor() noexcept {
+  if (descriptor_ >= 0) close(descriptor_);
+  descriptor_ = -1;
+}
+
+RankState& Arena::rank(std::uint32_t rank) const noexcept {
+  return *reinterpret_cast<RankState*>(memory_.data() + sizeof(ArenaHeader) +
+                                       rank * sizeof(RankState));
+}
+
+Channel Arena::channel(std::uint32_t src, std::uint32_t dst) const noexcept {
+  std::byte* channels =
+      memory_.data() + sizeof(ArenaHeader) + geometry_.world_size * sizeof(RankState);
+  return {channels + channel_offset(geometry_, src, dst), geometry_, src == dst};
+}
+
+}  // namespace farandole

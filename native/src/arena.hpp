@@ -1,0 +1,136 @@
+// The memory that the ranks of one communicator on one host share, and where everything lies in it.
+//
+// An arena holds, in this order: a header, one RankState per rank, and N x N channels. Channel (s, d) carries what rank s
+// publishes to rank d; channel (s, s) is the shared channel of s, which every other rank reads.
+//
+// A channel is a queue of `num_slots` slots. The writer fills slot `published % num_slots` and then counts `published`
+// up; a reader that has taken `taken` segments reads slot `taken % num_slots` and then counts `taken` up. The writer may
+// fill a slot again once every reader has taken what was in it: published - taken < num_slots.
+//
+// Owners and memory orders:
+//   published   written by the writer alone. Stored after the slot was filled; a reader that loads it therefore sees the
+//               slot's contents (store-release, load-acquire).
+//   taken       written by its one reader alone. Stored after the slot was read; a writer that loads it may therefore
+//               fill the slot again (store-release, load-acquire).
+//   slot        owned by the writer while it is free, by its readers while it is published; plain memory.
+//   sleeping, doorbell   see RankState.
+// published, taken and sleeping are used with seq_cst, which contains release and acquire: going to sleep needs more than
+// them. A sleeper stores `sleeping` and then loads the counter; its peer stores the counter and then loads
+// `sleeping`. Only a single order of all four lets at least one of the two see the other's store (no lost wake-up).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+namespace farandole {
+
+inline constexpr std::size_t kCacheLine = 64;
+
+struct Geometry {
+  std::uint32_t world_size = 1;
+  std::uint32_t num_slots = 2;
+  std::uint64_t slot_bytes = 0;  // a multiple of kCacheLine
+  std::uint64_t nonce = 0;       // a random number, to tell this arena from any other
+};
+
+// Why a communicator stopped. Set once, by whichever rank found out first.
+enum class Abort : std::uint32_t { none, mismatch, timeout, peer_lost, requested, interrupted };
+
+// What a rank is in, for the errors and the status display of other ranks. Written by its rank alone, relaxed: it is a
+// snapshot for people, and nothing is decided by it.
+struct CallRecord {
+  std::atomic<std::uint64_t> sequence{0};  // calls begun
+  std::atomic<std::uint64_t> finished{0};  // calls ended
+  std::atomic<std::uint64_t> what{0};      // collective, dtype, op and root, packed by whoever calls
+  std::atomic<std::uint64_t> count{0};     // elements of the call
+};
+
+struct alignas(kCacheLine) RankState {
+  // Counted up by whoever wakes this rank; this rank sleeps on it. (seq_cst, see above)
+  std::atomic<std::uint32_t> doorbell{0};
+  // 1 while this rank is asleep or about to be. Written by this rank; reset by whoever wakes it. (seq_cst)
+  std::atomic<std::uint32_t> sleeping{0};
+  // 1 once this rank has closed. Written by this rank alone, release; what it published before is then visible.
+  std::atomic<std::uint32_t> closed{0};
+  alignas(kCacheLine) CallRecord call;
+};
+
+struct alignas(kCacheLine) ArenaHeader {
+  std::uint64_t magic = 0;
+  Geometry geometry;
+  // Packed: low 32 bits an Abort, high 32 bits the rank it is about. One compare-exchange from 0 decides which rank's
+  // finding counts; acq_rel, so that who sees it also sees the finder's CallRecord.
+  alignas(kCacheLine) std::atomic<std::uint64_t> abort{0};
+};
+
+struct alignas(kCacheLine) Counter {
+  std::atomic<std::uint64_t> value{0};
+};
+
+struct alignas(kCacheLine) SlotHeader {
+  std::uint64_t fingerprint = 0;  // of the call that published it
+  std::uint64_t total_bytes = 0;  // of the whole publication that this segment is a part of
+};
+
+// One channel, as both of its ends see it.
+class Channel {
+ public:
+  Channel() = default;
+  Channel(std::byte* memory, const Geometry& geometry, bool shared) noexcept;
+
+  static std::size_t bytes(const Geometry& geometry, bool shared) noexcept;
+
+  std::atomic<std::uint64_t>& published() const noexcept { return counters_[0].value; }
+  std::atomic<std::uint64_t>& taken(std::uint32_t reader) const noexcept {
+    return counters_[1 + (shared_ ? reader : 0)].value;
+  }
+  SlotHeader& header(std::uint64_t number) const noexcept {
+    return *reinterpret_cast<SlotHeader*>(slots_ + (number % num_slots_) * stride_);
+  }
+  std::byte* data(std::uint64_t number) const noexcept {
+    return slots_ + (number % num_slots_) * stride_ + sizeof(SlotHeader);
+  }
+
+ private:
+  Counter* counters_ = nullptr;
+  std::byte* slots_ = nullptr;
+  std::size_t stride_ = 0;
+  std::uint32_t num_slots_ = 1;
+  bool shared_ = false;
+};
+
+class Arena {
+ public:
+  // A new arena in anonymous memory, with a descriptor that other processes can map it by.
+  static std::shared_ptr<Arena> create(const Geometry& geometry);
+  // Maps an arena that another process created. Throws std::runtime_error if `descriptor` is no arena.
+  static std::shared_ptr<Arena> map(int descriptor);
+
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena();
+
+  const Geometry& geometry() const noexcept { return geometry_; }
+  int descriptor() const noexcept { return descriptor_; }
+  // Closes the descriptor; the mapping stays. Called once all ranks have mapped the arena.
+  void close_descriptor() noexcept;
+
+  ArenaHeader& header() const noexcept { return *reinterpret_cast<ArenaHeader*>(memory_.data()); }
+  RankState& rank(std::uint32_t rank) const noexcept;
+  Channel channel(std::uint32_t src, std::uint32_t dst) const noexcept;
+
+  static std::size_t total_bytes(const Geometry& geometry) noexcept;
+
+ private:
+  Arena(int descriptor, std::span<std::byte> memory, const Geometry& geometry) noexcept
+      : descriptor_(descriptor), memory_(memory), geometry_(geometry) {}
+
+  int descriptor_;
+  std::span<std::byte> memory_;
+  Geometry geometry_;
+};
+
+}  // namespace farandole

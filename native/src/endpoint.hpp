@@ -1,0 +1,101 @@
+// The two ends of a channel, each with what only it knows. See arena.hpp for the protocol and its memory orders.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "arena.hpp"
+#include "futex.hpp"
+
+namespace farandole {
+
+// Wakes `rank` if it sleeps. Call it after a seq_cst store of the counter that it may be waiting for.
+inline void wake(RankState& rank) noexcept {
+  if (rank.sleeping.load(std::memory_order_seq_cst) == 0) return;
+  rank.sleeping.store(0, std::memory_order_seq_cst);
+  rank.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(rank.doorbell);
+}
+
+class Writer {
+ public:
+  Writer() = default;
+  Writer(const Arena& arena, std::uint32_t src, std::uint32_t dst)
+      : channel_(arena.channel(src, dst)), num_slots_(arena.geometry().num_slots) {
+    for (std::uint32_t reader = 0; reader < arena.geometry().world_size; ++reader) {
+      if (src == dst ? reader != src : reader == dst) {
+        readers_.push_back(reader);
+        states_.push_back(&arena.rank(reader));
+      }
+    }
+  }
+
+  // True if the next segment has a free slot.
+  bool has_room() noexcept {
+    if (published_ - taken_ < num_slots_) return true;
+    std::uint64_t taken = published_;
+    for (const std::uint32_t reader : readers_) {
+      taken = std::min(taken, channel_.taken(reader).load(std::memory_order_seq_cst));
+    }
+    taken_ = taken;
+    return published_ - taken_ < num_slots_;
+  }
+
+  // The reader that keeps the channel full, for messages. pre: !has_room()
+  std::uint32_t slowest_reader() const noexcept {
+    return *std::min_element(readers_.begin(), readers_.end(), [this](auto a, auto b) {
+      return channel_.taken(a).load(std::memory_order_relaxed) <
+             channel_.taken(b).load(std::memory_order_relaxed);
+    });
+  }
+
+  // pre: has_room()
+  void publish(const std::byte* data, std::size_t bytes, const SlotHeader& header) noexcept {
+    channel_.header(published_) = header;
+    if (bytes != 0) std::memcpy(channel_.data(published_), data, bytes);
+    channel_.published().store(++published_, std::memory_order_seq_cst);
+    for (RankState* state : states_) wake(*state);
+  }
+
+  std::size_t num_readers() const noexcept { return readers_.size(); }
+
+ private:
+  Channel channel_;
+  std::vector<std::uint32_t> readers_;
+  std::vector<RankState*> states_;
+  std::uint64_t num_slots_ = 1;
+  std::uint64_t published_ = 0;
+  std::uint64_t taken_ = 0;  // by the slowest reader, when last looked at
+};
+
+class Reader {
+ public:
+  Reader() = default;
+  Reader(const Arena& arena, std::uint32_t src, std::uint32_t dst, std::uint32_t reader)
+      : channel_(arena.channel(src, dst)), writer_(&arena.rank(src)), reader_(reader) {}
+
+  // True if the next segment has been published.
+  bool has_data() noexcept {
+    if (published_ > taken_) return true;
+    published_ = channel_.published().load(std::memory_order_seq_cst);
+    return published_ > taken_;
+  }
+
+  // pre for all three: has_data()
+  const SlotHeader& header() const noexcept { return channel_.header(taken_); }
+  const std::byte* data() const noexcept { return channel_.data(taken_); }
+  void release() noexcept {
+    channel_.taken(reader_).store(++taken_, std::memory_order_seq_cst);
+    wake(*writer_);
+  }
+
+ private:
+  Channel channel_;
+  RankState* writer_ = nullptr;
+  std::uint32_t reader_ = 0;
+  std::uint64_t taken_ = 0;
+  std::uint64_t published_ = 0;  // when last looked at
+};
+
+}  // namespace farandole

@@ -1,0 +1,387 @@
+#include "engine.hpp"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace farandole {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at deadlines, dead peers and signals while asleep.
+constexpr std::chrono::milliseconds kSlice{50};
+
+void pause_briefly() noexcept {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Mixes the sequence number into a fingerprint, so that one call never passes for another.
+std::uint64_t mix(std::uint64_t fingerprint, std::uint64_t sequence) noexcept {
+  std::uint64_t x = fingerprint + sequence * 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+std::uint64_t pack(Abort reason, std::uint32_t subject) noexcept {
+  return static_cast<std::uint64_t>(subject) << 32 | static_cast<std::uint32_t>(reason);
+}
+
+}  // namespace
+
+bool Work::wait_for(std::chrono::nanoseconds timeout) noexcept {
+  if (!is_done()) futex_wait(done_, 0, timeout);
+  return is_done();
+}
+
+void Work::finish(const Receipt& receipt) noexcept {
+  receipt_ = receipt;
+  done_.store(1, std::memory_order_release);
+  futex_wake_all(done_);
+}
+
+Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
+               std::vector<int> process_descriptors, std::uint32_t spins)
+    : arena_(std::move(arena)),
+      rank_(rank),
+      world_size_(arena_->geometry().world_size),
+      process_descriptors_(std::move(process_descriptors)),
+      spins_(spins),
+      owner_(getpid()),
+      writers_(world_size_),
+      readers_(std::size_t{2} * world_size_) {
+  process_descriptors_.resize(world_size_, -1);
+}
+
+Engine::~Engine() {
+  close();
+  for (const int descriptor : process_descriptors_) {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+}
+
+Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
+  std::unique_lock lock(mutex_);
+  if (busy_ || !queue_.empty()) {
+    // Calls run in the order in which they were made: queue up behind the others.
+    lock.unlock();
+    const std::shared_ptr<Work> work = submit(call);
+    while (!work->wait_for(kSlice)) {
+      if (interrupted && interrupted()) abort(Abort::interrupted, rank_);
+    }
+    return work->receipt();
+  }
+  busy_ = true;
+  lock.unlock();
+  const Receipt receipt = execute(call, interrupted);
+  lock.lock();
+  busy_ = false;
+  const bool others_wait = !queue_.empty();
+  lock.unlock();
+  if (others_wait) changed_.notify_all();
+  return receipt;
+}
+
+std::shared_ptr<Work> Engine::submit(const Call& call) {
+  auto work = std::make_shared<Work>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) {
+      work->finish({.status = Abort::requested, .subject = rank_});
+      return work;
+    }
+    queue_.push_back({call, work});
+    if (!thread_.joinable()) thread_ = std::thread(&Engine::serve, this);
+  }
+  changed_.notify_all();
+  return work;
+}
+
+void Engine::serve() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !busy_ && (stopping_ || !queue_.empty()); });
+    if (queue_.empty()) return;
+    const Job job = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    const Receipt receipt = execute(job.call, {});
+    lock.lock();
+    busy_ = false;
+    job.work->finish(receipt);
+  }
+}
+
+void Engine::abort(Abort reason, std::uint32_t subject) noexcept {
+  std::uint64_t none = 0;
+  arena_->header().abort.compare_exchange_strong(none, pack(reason, subject),
+                                                 std::memory_order_acq_rel);
+  ring_all();
+}
+
+std::pair<Abort, std::uint32_t> Engine::aborted() const noexcept {
+  const std::uint64_t packed = arena_->header().abort.load(std::memory_order_acquire);
+  return {static_cast<Abort>(packed & 0xffffffff), static_cast<std::uint32_t>(packed >> 32)};
+}
+
+void Engine::close() noexcept {
+  if (getpid() != owner_) {
+    // A child forked from the owner: the thread is not in this process, and the rank is not ours to close.
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  bool unfinished = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return;
+    stopping_ = true;
+    unfinished = busy_ || !queue_.empty();
+  }
+  if (unfinished) abort(Abort::requested, rank_);
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  arena_->rank(rank_).closed.store(1, std::memory_order_release);
+  ring_all();
+}
+
+void Engine::ring_all() noexcept {
+  for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
+    RankState& state = arena_->rank(peer);
+    state.doorbell.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake_all(state.doorbell);
+  }
+}
+
+Writer& Engine::writer(std::uint32_t channel) {
+  auto& end = writers_[channel];
+  if (!end) end = std::make_unique<Writer>(*arena_, rank_, channel);
+  return *end;
+}
+
+Reader& Engine::reader(std::uint32_t channel) {
+  auto& end = readers_[channel];
+  if (!end) {
+    const bool shared = channel >= world_size_;
+    const std::uint32_t src = shared ? channel - world_size_ : channel;
+    end = std::make_unique<Reader>(*arena_, src, shared ? src : rank_, rank_);
+  }
+  return *end;
+}
+
+Receipt Engine::execute(const Call& call, const Interrupted& interrupted) {
+  Receipt receipt;
+  const auto start = Clock::now();
+  const auto deadline = call.timeout ? start + *call.timeout : Clock::time_point::max();
+  const Plan& plan = *call.plan;
+  CallRecord& record = arena_->rank(rank_).call;
+  record.what.store(call.what, std::memory_order_relaxed);
+  record.count.store(call.count, std::memory_order_relaxed);
+  if (call.sequenced) record.sequence.store(++sequence_, std::memory_order_relaxed);
+  call_fingerprint_ = mix(call.fingerprint, call.sequenced ? sequence_ : 0);
+
+  std::tie(receipt.status, receipt.subject) = aborted();
+  if (receipt.status == Abort::none) {
+    if (plan.work_bytes() > work_capacity_) {
+      work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());
+      work_capacity_ = plan.work_bytes();
+    }
+    const auto operations = plan.operations();
+    done_.assign(operations.size(), 0);
+    turns_.resize(operations.size());
+    std::transform(operations.begin(), operations.end(), turns_.begin(),
+                   [](const Plan::Operation& operation) { return operation.num_turns; });
+    active_.assign(plan.first().begin(), plan.first().end());
+    sources_.resize(plan.max_operands());
+    while (!active_.empty() && receipt.status == Abort::none) {
+      if (!sweep(call, receipt) && receipt.status == Abort::none) {
+        wait(call, receipt, interrupted, deadline);
+      }
+    }
+  }
+  if (call.sequenced && receipt.status == Abort::none) {
+    record.finished.store(sequence_, std::memory_order_relaxed);
+  }
+  receipt.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  return receipt;
+}
+
+// Lets every active operation go on by one segment. False if none could.
+bool Engine::sweep(const Call& call, Receipt& receipt) {
+  bool progress = false;
+  for (std::size_t i = 0; i < active_.size();) {
+    const std::uint32_t index = active_[i];
+    if (advance(index, call, receipt)) {
+      progress = true;
+      if (done_[index] == call.plan->operations()[index].num_segments) {
+        active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
+        finish_operation(call.plan->operations()[index]);
+        continue;
+      }
+    } else if (receipt.status != Abort::none) {
+      return false;
+    }
+    ++i;
+  }
+  return progress;
+}
+
+void Engine::finish_operation(const Plan::Operation& operation) {
+  for (const std::uint32_t follower : operation.next) {
+    if (--turns_[follower] == 0) {
+      active_.insert(std::upper_bound(active_.begin(), active_.end(), follower), follower);
+    }
+  }
+}
+
+bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment,
+                      const Plan& plan) const noexcept {
+  return std::all_of(operation.after.begin(), operation.after.end(), [&](const auto& earlier) {
+    const std::uint32_t needed =
+        earlier.whole ? plan.operations()[earlier.operation].num_segments : segment + 1;
+    return done_[earlier.operation] >= needed;
+  });
+}
+
+// Does the next segment of an operation. False if it must wait, or found a mismatch (then receipt.status says so).
+bool Engine::advance(std::uint32_t index, const Call& call, Receipt& receipt) {
+  const Plan::Operation& operation = call.plan->operations()[index];
+  const std::uint32_t segment = done_[index];
+  if (!is_ready(operation, segment, *call.plan)) return false;
+  const std::size_t offset = segment * operation.segment_bytes;
+  const std::size_t bytes = std::min(operation.segment_bytes, operation.bytes - offset);
+  const bool moved = operation.publishes ? publish_segment(operation, offset, bytes, call, receipt)
+                                         : combine_segment(operation, offset, bytes, call, receipt);
+  if (moved) ++done_[index];
+  return moved;
+}
+
+bool Engine::publish_segment(const Plan::Operation& operation, std::size_t offset,
+                             std::size_t bytes, const Call& call, Receipt& receipt) {
+  Writer& end = writer(operation.channel);
+  if (!end.has_room()) return false;
+  end.publish(at(operation.place, call) + offset, bytes, {call_fingerprint_, operation.bytes});
+  receipt.bytes_sent += bytes * end.num_readers();
+  return true;
+}
+
+bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offset,
+                             std::size_t bytes, const Call& call, Receipt& receipt) {
+  for (const Plan::Operand& operand : operation.operands) {
+    if (operand.channel != Plan::kLocalOperand && !reader(operand.channel).has_data()) return false;
+  }
+  for (std::size_t i = 0; i < operation.operands.size(); ++i) {
+    const Plan::Operand& operand = operation.operands[i];
+    if (operand.channel == Plan::kLocalOperand) {
+      sources_[i] = at(operand.place, call) + offset;
+      continue;
+    }
+    const Reader& end = reader(operand.channel);
+    const SlotHeader header = end.header();
+    if (header.fingerprint != call_fingerprint_ || header.total_bytes != operation.bytes) {
+      abort(Abort::mismatch, operand.peer);
+      std::tie(receipt.status, receipt.subject) = aborted();
+      return false;
+    }
+    sources_[i] = end.data();
+    receipt.bytes_received += bytes;
+  }
+  std::byte* target = at(operation.place, call) + offset;
+  if (operation.operands.size() > 1) {
+    call.combine(target, sources_.data(), operation.operands.size(),
+                 bytes / call.plan->element_bytes(), operation.completes ? call.divisor : 1);
+  } else if (bytes != 0 && sources_[0] != target) {
+    std::memcpy(target, sources_[0], bytes);
+  }
+  for (const Plan::Operand& operand : operation.operands) {
+    if (operand.channel != Plan::kLocalOperand) reader(operand.channel).release();
+  }
+  return true;
+}
+
+std::byte* Engine::at(const Plan::Place& place, const Call& call) const noexcept {
+  switch (place.region) {
+    case Region::input:
+      // Only ever read: a plan writes to output and work places alone.
+      return const_cast<std::byte*>(call.input) + place.offset;
+    case Region::output:
+      return call.output + place.offset;
+    case Region::work:
+      break;
+  }
+  return work_memory_.get() + place.offset;
+}
+
+// Returns once some operation went on, or with receipt.status set.
+void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
+                  Clock::time_point deadline) {
+  for (std::uint32_t spin = 0; spin < spins_; ++spin) {
+    pause_briefly();
+    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+  }
+  RankState& self = arena_->rank(rank_);
+  while (true) {
+    const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
+    self.sleeping.store(1, std::memory_order_seq_cst);
+    const bool progress = sweep(call, receipt);
+    if (!progress && receipt.status == Abort::none) {
+      std::tie(receipt.status, receipt.subject) = aborted();
+      if (receipt.status == Abort::none) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
+        if (left > std::chrono::nanoseconds::zero()) {
+          futex_wait(self.doorbell, bell, std::min<std::chrono::nanoseconds>(kSlice, left));
+        } else {
+          abort(Abort::timeout, rank_);
+        }
+      }
+    }
+    self.sleeping.store(0, std::memory_order_seq_cst);
+    if (progress || receipt.status != Abort::none) return;
+    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+    if (interrupted && interrupted()) abort(Abort::interrupted, rank_);
+    check_peers(call);
+  }
+}
+
+// Aborts if an operation waits for a rank that will never come.
+void Engine::check_peers(const Call& call) {
+  for (const std::uint32_t index : active_) {
+    const Plan::Operation& operation = call.plan->operations()[index];
+    if (!is_ready(operation, done_[index], *call.plan)) continue;
+    if (operation.publishes) {
+      Writer& end = writer(operation.channel);
+      if (end.has_room()) continue;
+      const std::uint32_t peer = end.slowest_reader();
+      if (is_gone(peer) && !end.has_room()) abort(Abort::peer_lost, peer);
+      continue;
+    }
+    for (const Plan::Operand& operand : operation.operands) {
+      if (operand.channel == Plan::kLocalOperand || reader(operand.channel).has_data()) continue;
+      // What it published before it went may have become visible since: look once more.
+      if (is_gone(operand.peer) && !reader(operand.channel).has_data()) {
+        abort(Abort::peer_lost, operand.peer);
+      }
+    }
+  }
+}
+
+bool Engine::is_gone(std::uint32_t peer) const noexcept {
+  if (arena_->rank(peer).closed.load(std::memory_order_acquire) != 0) return true;
+  if (process_descriptors_[peer] < 0) return false;
+  pollfd descriptor{process_descriptors_[peer], POLLIN, 0};
+  return poll(&descriptor, 1, 0) == 1;
+}
+
+}  // namespace farandole

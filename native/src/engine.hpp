@@ -1,0 +1,145 @@
+// Runs plans: one engine per rank and communicator.
+//
+// A run keeps the operations whose turn has come in a short list, in program order, and lets each go on by one segment at a
+// time for as long as any can. A combination followed by a publication of the same chunk so passes each segment on
+// while it is still in the cache. When nothing can go on, the rank spins for a moment and then sleeps on its doorbell.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "arena.hpp"
+#include "endpoint.hpp"
+#include "kernels.hpp"
+#include "plan.hpp"
+
+namespace farandole {
+
+struct Call {
+  std::shared_ptr<const Plan> plan;
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  CombineFunction combine = nullptr;  // null where nothing is reduced
+  std::uint32_t divisor = 1;          // of completed sums
+  std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
+  bool sequenced = true;              // false for send and receive, which not all ranks take part in
+  std::uint64_t what = 0;             // see CallRecord
+  std::uint64_t count = 0;            // see CallRecord
+  std::optional<std::chrono::nanoseconds> timeout;
+};
+
+struct Receipt {
+  Abort status = Abort::none;
+  std::uint32_t subject = 0;  // the rank that status is about
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t bytes_received = 0;
+  double seconds = 0;
+};
+
+// The future of a submitted call. Its owner may be any thread.
+class Work {
+ public:
+  bool is_done() const noexcept { return done_.load(std::memory_order_acquire) != 0; }
+  // False if `timeout` was over first. pre of receipt(): is_done()
+  bool wait_for(std::chrono::nanoseconds timeout) noexcept;
+  const Receipt& receipt() const noexcept { return receipt_; }
+
+ private:
+  friend class Engine;
+  void finish(const Receipt& receipt) noexcept;
+
+  Receipt receipt_;                     // written before done_ is set, read after
+  std::atomic<std::uint32_t> done_{0};  // release by the engine's thread, acquire by waiters
+};
+
+class Engine {
+ public:
+  // Returns true to interrupt the run; asked a few times a second while a rank waits.
+  using Interrupted = std::function<bool()>;
+
+  // `process_descriptors`: per rank a pidfd, or -1 where none is needed (this process) or to be had. The engine owns them.
+  // `spins`: how often to look again before going to sleep.
+  Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
+         std::uint32_t spins);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::uint32_t rank() const noexcept { return rank_; }
+  const Arena& arena() const noexcept { return *arena_; }
+
+  // Runs `call` and returns when this rank's part is done. After calls that were submitted before.
+  Receipt run(const Call& call, const Interrupted& interrupted);
+  // Runs `call` on the engine's own thread, after all calls before it.
+  std::shared_ptr<Work> submit(const Call& call);
+
+  // Ends all runs of all ranks. The first abort of a communicator decides; later ones change nothing.
+  void abort(Abort reason, std::uint32_t subject) noexcept;
+  // Abort::none while the communicator is in order; with the rank it is about.
+  std::pair<Abort, std::uint32_t> aborted() const noexcept;
+  // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
+  void close() noexcept;
+
+ private:
+  struct Job {
+    Call call;
+    std::shared_ptr<Work> work;
+  };
+
+  Receipt execute(const Call& call, const Interrupted& interrupted);
+  bool advance(std::uint32_t index, const Call& call, Receipt& receipt);
+  bool publish_segment(const Plan::Operation& operation, std::size_t offset, std::size_t bytes,
+                       const Call& call, Receipt& receipt);
+  bool combine_segment(const Plan::Operation& operation, std::size_t offset, std::size_t bytes,
+                       const Call& call, Receipt& receipt);
+  bool sweep(const Call& call, Receipt& receipt);
+  void finish_operation(const Plan::Operation& operation);
+  bool is_ready(const Plan::Operation& operation, std::uint32_t segment,
+                const Plan& plan) const noexcept;
+  std::byte* at(const Plan::Place& place, const Call& call) const noexcept;
+  void wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
+            std::chrono::steady_clock::time_point deadline);
+  void check_peers(const Call& call);
+  bool is_gone(std::uint32_t peer) const noexcept;
+  void ring_all() noexcept;
+  void serve();
+  Writer& writer(std::uint32_t channel);
+  Reader& reader(std::uint32_t channel);
+
+  std::shared_ptr<Arena> arena_;
+  const std::uint32_t rank_;
+  const std::uint32_t world_size_;
+  std::vector<int> process_descriptors_;
+  const std::uint32_t spins_;
+  const pid_t owner_;  // the process that made this engine
+
+  // Used by whoever holds the turn (`busy_`), and by nobody else.
+  std::vector<std::unique_ptr<Writer>> writers_;  // by dst; at rank_: the shared channel. Made when first used.
+  std::vector<std::unique_ptr<Reader>> readers_;  // by src; at world_size_ + src: its shared channel
+  std::vector<std::uint32_t> done_;               // segments, per operation
+  std::vector<std::uint32_t> turns_;              // channels on which it must still wait, per operation
+  std::vector<std::uint32_t> active_;             // operations whose turn has come, in program order
+  std::vector<const std::byte*> sources_;
+  std::unique_ptr<std::byte[]> work_memory_;
+  std::size_t work_capacity_ = 0;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t call_fingerprint_ = 0;
+
+  std::mutex mutex_;                  // guards the four below
+  std::condition_variable changed_;   // busy_, queue_ or stopping_ changed
+  std::deque<Job> queue_;
+  bool busy_ = false;
+  bool stopping_ = false;
+  std::thread thread_;  // started by the first submit
+};
+
+}  // namespace farandole

@@ -1,0 +1,141 @@
+"""Every algorithm, by collective and name.
+
+An algorithm is a pure function from a world size (and a root, where the collective has one) to a `Schedule`. There is
+one file per family; this table is the only list of them. All work for any world size from 1 on, except "send", which
+is for two.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from farandole.algorithms import (
+    barrier,
+    bruck,
+    circulant,
+    direct,
+    double_tree,
+    halving_doubling,
+    naive,
+    ring,
+    tree,
+)
+from farandole.algorithms.composition import IDENTITIES, compose
+from farandole.errors import MalformedScheduleError
+from farandole.schedule import Schedule
+
+__all__ = ["ALGORITHMS", "IDENTITIES", "ROOTED", "build", "closed_form", "compose", "names"]
+
+Builder = Callable[..., Schedule]
+
+ALGORITHMS: dict[str, dict[str, Builder]] = {
+    "all_reduce": {
+        "naive": naive.all_reduce,
+        "ring": ring.all_reduce,
+        "tree": tree.all_reduce,
+        "double_tree": double_tree.all_reduce,
+        "halving_doubling": halving_doubling.all_reduce,
+        "recursive_doubling": halving_doubling.all_reduce_whole,
+        "circulant": circulant.all_reduce,
+        "direct": direct.all_reduce,
+        "one_shot": direct.one_shot,
+    },
+    "reduce_scatter": {
+        "naive": naive.reduce_scatter,
+        "ring": ring.reduce_scatter,
+        "halving_doubling": halving_doubling.reduce_scatter,
+        "circulant": circulant.reduce_scatter,
+        "direct": direct.reduce_scatter,
+    },
+    "all_gather": {
+        "naive": naive.all_gather,
+        "ring": ring.all_gather,
+        "halving_doubling": halving_doubling.all_gather,
+        "circulant": circulant.all_gather,
+        "bruck": bruck.all_gather,
+        "direct": direct.all_gather,
+    },
+    "broadcast": {
+        "naive": naive.broadcast,
+        "ring": ring.broadcast,
+        "tree": tree.broadcast,
+        "double_tree": double_tree.broadcast,
+        "direct": direct.broadcast,
+    },
+    "reduce": {
+        "naive": naive.reduce,
+        "ring": ring.reduce,
+        "tree": tree.reduce,
+        "double_tree": double_tree.reduce,
+        "direct": direct.reduce,
+    },
+    "gather": {"naive": naive.gather, "tree": tree.gather, "direct": direct.gather},
+    "scatter": {"naive": naive.scatter, "tree": tree.scatter, "direct": direct.scatter},
+    "all_to_all": {
+        "naive": naive.all_to_all,
+        "bruck": bruck.all_to_all,
+        "direct": direct.all_to_all,
+        "pairwise": direct.pairwise,
+    },
+    "barrier": {"naive": naive.barrier, "dissemination": barrier.dissemination},
+    "send": {"direct": direct.send},  # from rank 0 to rank 1 of exactly two
+}
+"""collective -> name -> the function that builds the schedule."""
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""The collectives whose builders take a root."""
+
+
+def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:
+    """The schedule of algorithm ``name`` for ``collective``.
+
+    Args:
+        collective: a key of `ALGORITHMS`.
+        name: one of ``names(collective)``.
+        world_size: number of ranks, N >= 1.
+        root: for broadcast, reduce, gather and scatter; 0 for all others.
+
+    Raises:
+        MalformedScheduleError: no such collective or algorithm, or it does not exist for this world size or root.
+    """
+    builder = _find(collective, name)
+    if world_size < 1:
+        raise MalformedScheduleError(f"world_size is {world_size}; it must be >= 1")
+    if collective == "send" and world_size != 2:
+        raise MalformedScheduleError(f"world_size is {world_size}; send moves from rank 0 to rank 1 of exactly 2 ranks")
+    if not 0 <= root < world_size:
+        raise MalformedScheduleError(f"root is {root}, but the ranks are 0..{world_size - 1}")
+    if collective in ROOTED:
+        return builder(world_size, root)
+    if root:
+        raise MalformedScheduleError(f"root is {root}, but {collective} has no root")
+    return builder(world_size)
+
+
+def names(collective: str) -> tuple[str, ...]:
+    """The algorithms for ``collective``, by name.
+
+    Raises:
+        MalformedScheduleError: there is no such collective.
+    """
+    if collective not in ALGORITHMS:
+        raise MalformedScheduleError(f"collective is {collective!r}; known are {', '.join(ALGORITHMS)}")
+    return tuple(ALGORITHMS[collective])
+
+
+def closed_form(collective: str, name: str) -> str:
+    """What the algorithm costs, as a formula in N and S: the Cost paragraph of its docstring.
+
+    Raises:
+        MalformedScheduleError: no such collective or algorithm.
+    """
+    paragraphs = (inspect.getdoc(_find(collective, name)) or "").partition("Cost:")[2]
+    return " ".join(paragraphs.partition("Source:")[0].split())
+
+
+def _find(collective: str, name: str) -> Builder:
+    known = names(collective)
+    if name not in known:
+        raise MalformedScheduleError(f"there is no {collective} named {name!r}; known are {', '.join(known)}")
+    return ALGORITHMS[collective][name]

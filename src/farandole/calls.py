@@ -1,0 +1,283 @@
+"""Everything about a call that can be settled before its buffers are seen, settled once and kept.
+
+A call is settled by its `Signature`: which collective, on which sizes, with which algorithm. Settling it proves the schedule, lowers
+it, proves the programs, and binds this rank's program to the sizes. All ranks do the same from the same signature;
+the fingerprint in every message tells when they did not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from farandole import _native, algorithms, selector
+from farandole.collectives import COLLECTIVES, is_parted, is_reducing
+from farandole.dtypes import DTYPES, REDUCE_OPS, DType
+from farandole.errors import ArgumentError
+from farandole.lowering import lower, size_index
+from farandole.plans import bind, sent_elements
+from farandole.program import Program
+from farandole.program_verifier import verify_programs
+from farandole.schedule import Schedule
+from farandole.verifier import Interpretation, verify
+
+__all__ = ["Algorithm", "Call", "CallRecord", "CallTable", "CollectiveStats", "Signature", "prove"]
+
+Algorithm = str | Schedule | Callable[[int], Schedule]
+"""A name in `farandole.algorithms`, a schedule, or a function from the world size to one."""
+
+_KEPT_CALLS = 1024
+_DTYPES_BY_CODE = {dtype.code: name for name, dtype in DTYPES.items()}
+_OPS_BY_CODE = {code: name for name, code in REDUCE_OPS.items()}
+_NO_OP = 255
+
+
+class Signature(NamedTuple):
+    """What distinguishes one settled call from another.
+
+    Attributes:
+        collective: one of `COLLECTIVES`.
+        dtype: of the elements.
+        op: name of the reduction, or None.
+        counts: see `farandole.plans`.
+        output_counts: in all_to_all, the elements received per rank; None elsewhere.
+        algorithm: None to let `farandole.selector` choose.
+        root: source or destination rank, where there is one.
+        pair: (src, dst) of a send, in the communicator's ranks.
+        tag: of a send.
+    """
+
+    collective: str
+    dtype: DType
+    op: str | None = None
+    counts: tuple[int, ...] = (0,)
+    output_counts: tuple[int, ...] | None = None
+    algorithm: Algorithm | None = None
+    root: int = 0
+    pair: tuple[int, int] | None = None
+    tag: int = 0
+
+
+@dataclass
+class CollectiveStats:
+    """What one communicator did with one algorithm of one collective.
+
+    Attributes:
+        collective, algorithm: which.
+        calls: finished calls.
+        bytes_sent, bytes_received: by this rank, counted by the engine as they moved.
+        scheduled_bytes_sent: by this rank, as the schedules say.
+        payload_bytes: S summed over the calls: bytes of the whole buffer.
+        seconds: spent in the engine.
+    """
+
+    collective: str
+    algorithm: str
+    calls: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    scheduled_bytes_sent: int = 0
+    payload_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A settled call: all that the engine needs but the buffers.
+
+    Attributes:
+        signature: what was asked for.
+        schedule: what runs.
+        plan: this rank's part of it.
+        op_code: number of the reduction, -1 if nothing is reduced.
+        divisor: of completed sums.
+        fingerprint: 64 bits of all that ranks must agree on.
+        what, count: the call in the record that other ranks can read, see `CallRecord`.
+        scheduled_bytes_sent: by this rank.
+        payload_bytes: S.
+        stats: where finished calls are counted.
+    """
+
+    signature: Signature
+    schedule: Schedule
+    plan: _native.Plan
+    op_code: int
+    divisor: int
+    fingerprint: int
+    what: int
+    count: int
+    scheduled_bytes_sent: int
+    payload_bytes: int
+    stats: CollectiveStats
+
+
+class CallRecord(NamedTuple):
+    """What a rank says it is doing, as every rank of its communicator can read it.
+
+    Attributes:
+        sequence: collectives begun.
+        finished: of those, ended.
+        what: the last call begun, packed.
+        count: its elements.
+        closed: whether the rank closed its communicator.
+    """
+
+    sequence: int
+    finished: int
+    what: int
+    count: int
+    closed: bool
+
+    def __str__(self) -> str:
+        if self.what == 0:
+            return "no call yet"
+        collective = COLLECTIVES[(self.what & 0xFF) - 1]
+        dtype, op, root = self.what >> 8 & 0xFF, self.what >> 16 & 0xFF, self.what >> 32
+        parts = [f"{collective}(" + ", ".join(self._arguments(collective, dtype, op, root)) + ")"]
+        if collective != "send":
+            parts.append(f"collective number {self.sequence}")
+            if self.finished == self.sequence:
+                parts.append("which it has finished")
+        return ", ".join(parts)
+
+    def _arguments(self, collective: str, dtype: int, op: int, root: int) -> list[str]:
+        arguments = [f"{self.count} x {_DTYPES_BY_CODE[dtype]}"]
+        if op != _NO_OP:
+            arguments.append(_OPS_BY_CODE[op])
+        if collective in algorithms.ROOTED:
+            arguments.append(f"root {root}")
+        return arguments
+
+
+def pack_call(signature: Signature, op_code: int) -> int:
+    """The record of a call in 64 bits: collective, dtype, op and root."""
+    op = _NO_OP if op_code < 0 else op_code
+    return COLLECTIVES.index(signature.collective) + 1 | signature.dtype.code << 8 | op << 16 | signature.root << 32
+
+
+class Proof(NamedTuple):
+    """A schedule that may run, with the programs that may run for it."""
+
+    interpretation: Interpretation
+    programs: tuple[Program, ...]
+
+
+@lru_cache(maxsize=256)
+def prove(schedule: Schedule) -> Proof:
+    """Prove ``schedule`` and the programs it is lowered to.
+
+    Raises:
+        VerificationError: with the first counterexample.
+    """
+    interpretation = verify(schedule)
+    programs = lower(interpretation)
+    verify_programs(programs, interpretation)
+    return Proof(interpretation, programs)
+
+
+@lru_cache(maxsize=256)
+def _named_schedule(collective: str, name: str, world_size: int, root: int) -> Schedule:
+    return algorithms.build(collective, name, world_size, root)
+
+
+@dataclass
+class CallTable:
+    """The settled calls of one communicator's rank; the oldest are forgotten."""
+
+    rank: int
+    world_size: int
+    max_segment_bytes: int
+    stats: dict[tuple[str, str], CollectiveStats] = field(default_factory=dict)
+    _calls: OrderedDict[Signature, Call] = field(default_factory=OrderedDict)
+
+    def settle(self, signature: Signature) -> Call:
+        """The call for ``signature``, proved and bound.
+
+        Raises:
+            ArgumentError: the algorithm is not for this call.
+            ScheduleError: the algorithm's schedule is malformed, or its proof failed.
+        """
+        call = self._calls.get(signature)
+        if call is None:
+            call = self._settle(signature)
+            self._calls[signature] = call
+            if len(self._calls) > _KEPT_CALLS:
+                self._calls.popitem(last=False)
+        return call
+
+    def _settle(self, signature: Signature) -> Call:
+        payload_bytes = sum(signature.counts) * signature.dtype.itemsize
+        schedule = self._schedule(signature, payload_bytes)
+        proof = prove(schedule)
+        ranks = signature.pair or tuple(range(self.world_size))
+        program = proof.programs[ranks.index(self.rank)]
+        if signature.collective == "all_to_all":
+            _require_even_if_passed_on(program, signature)
+        plan = bind(
+            schedule,
+            program,
+            signature.counts,
+            signature.output_counts,
+            ranks=ranks,
+            world_size=self.world_size,
+            itemsize=signature.dtype.itemsize,
+            max_segment_bytes=self.max_segment_bytes,
+        )
+        op_code = -1 if signature.op is None else REDUCE_OPS[signature.op]
+        sent = sent_elements(proof.interpretation, program.rank, signature.counts, signature.output_counts)
+        return Call(
+            signature=signature,
+            schedule=schedule,
+            plan=plan,
+            op_code=op_code,
+            divisor=self.world_size if signature.op == "avg" else 1,
+            fingerprint=_fingerprint(signature, schedule),
+            what=pack_call(signature, op_code),
+            count=sum(signature.counts),
+            scheduled_bytes_sent=sent * signature.dtype.itemsize,
+            payload_bytes=payload_bytes,
+            stats=self.stats.setdefault(
+                (signature.collective, schedule.name), CollectiveStats(signature.collective, schedule.name)
+            ),
+        )
+
+    def _schedule(self, signature: Signature, payload_bytes: int) -> Schedule:
+        algorithm, collective = signature.algorithm, signature.collective
+        world_size = self.world_size if signature.pair is None else 2
+        if algorithm is None:
+            algorithm = selector.choose(collective, world_size, payload_bytes)
+        if isinstance(algorithm, str):
+            return _named_schedule(collective, algorithm, world_size, signature.root)
+        schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
+        if not isinstance(schedule, Schedule):
+            raise ArgumentError(f"algorithm returned a {type(schedule).__name__}; it must return a Schedule")
+        wanted = (collective, world_size, signature.root)
+        if (schedule.collective, schedule.world_size, schedule.root) != wanted:
+            raise ArgumentError(
+                f"the schedule is a {schedule.collective} of {schedule.world_size} ranks with root {schedule.root}; "
+                f"this call needs a {collective} of {world_size} ranks with root {signature.root}"
+            )
+        return schedule
+
+
+def _require_even_if_passed_on(program: Program, signature: Signature) -> None:
+    passes_on = any(operation.size == program.num_sizes - 1 for operation in program.operations)
+    if passes_on and len({*signature.counts, *(signature.output_counts or ())}) > 1:
+        raise ArgumentError(
+            "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or 'pairwise' "
+            f"for counts {signature.counts} sent and {signature.output_counts} received"
+        )
+
+
+def _fingerprint(signature: Signature, schedule: Schedule) -> int:
+    """64 bits of all that the ranks must agree on. What each sends in all_to_all is checked per message."""
+    counts = () if signature.output_counts is not None else signature.counts
+    agreed = [signature.collective, schedule.hash, signature.dtype.name, signature.op, counts, signature.pair, signature.tag]
+    return int.from_bytes(hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest(), "little")
+
+

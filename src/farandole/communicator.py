@@ -1,0 +1,686 @@
+"""The public API: a communicator, and the collectives on it.
+
+Every collective is called by all ranks of the communicator, in the same order, with arguments that agree. Arrays are numpy arrays, torch CPU
+tensors, or anything with DLPack or the buffer protocol; what is returned is of the same kind. Where a collective
+gives each rank a part, the parts lie along the first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from farandole import _native
+from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
+from farandole.calls import Algorithm, Call, CallRecord, CallTable, CollectiveStats, Signature
+from farandole.dtypes import DTYPES, require_reducible
+from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
+from farandole.failures import Abort, explain_failure
+from farandole.plans import split_evenly
+from farandole.rendezvous import Membership
+from farandole.work import Work
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds that a blocking call waits for other ranks, where neither the call nor the communicator says otherwise."""
+
+_CLOSE_GRACE_S = 1.0
+_SPINS = 2000
+_SPINS_WHEN_CROWDED = 20
+
+
+class Communicator:
+    """A group of ranks that communicate; made by `farandole.init`, `farandole.local` or `split`.
+
+    A communicator may be used from several threads; its calls then run one after the other, and it is up to the threads that all ranks make them
+    in the same order. It is a context manager that closes itself.
+
+    Attributes:
+        rank: of this process, in 0..world_size - 1.
+        world_size: number of ranks.
+        timeout_s: seconds that a blocking call waits where the call does not say otherwise.
+    """
+
+    def __init__(self, membership: Membership, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.rank = membership.rank
+        self.world_size = membership.world_size
+        self.timeout_s = timeout_s
+        self._membership = membership
+        crowded = self.world_size > len(os.sched_getaffinity(0))
+        self._engine = _native.Engine(
+            arena=membership.arena,
+            rank=self.rank,
+            process_descriptors=membership.open_process_descriptors(),
+            spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
+        )
+        self._calls = CallTable(self.rank, self.world_size, membership.arena.slot_bytes)
+        self._lock = threading.Lock()
+        self._in_flight: deque[Work] = deque()
+        self._failure: CommunicationError | None = None
+        self._process = os.getpid()
+        _OPEN.add(self)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank ends with the reduction of all ranks' ``tensor``, the same bits on all.
+
+        Args:
+            tensor: any shape, the same number of elements on all ranks; overwritten unless ``out`` is given.
+            op: "sum", "avg", "prod", "min", "max", "band", "bor" or "bxor".
+            out: where the result goes; same number of elements and dtype as ``tensor``.
+            algorithm: a name (see ``farandole.algorithms.names("all_reduce")``), a `Schedule`, or a function from the
+                world size to one; None lets farandole choose.
+            timeout: seconds; None takes the communicator's.
+            async_op: return a `Work` at once and run in the background.
+
+        Returns:
+            ``out`` if given, else ``tensor``; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError: the arguments can never work.
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see `farandole.errors`.
+        """
+        source, target = self._in_and_out(tensor, out)
+        _require_same_count("out", target, source.count)
+        signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
+        return self._run(signature, source, target, timeout, async_op)
+
+    def reduce_scatter(
+        self,
+        tensor: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank ends with its part of the reduction of all ranks' ``tensor``.
+
+        Args:
+            tensor: shape (n, ...); part r is the r-th run of rows. Left unchanged unless ``out`` lies in it.
+            op: as in `all_reduce`.
+            out: shape (rows of this rank, ...); made if None.
+            counts: rows of each rank's part, the same on all ranks; None needs n to be a multiple of the world size.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            This rank's part, ``out`` if given; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        source = read_buffer(tensor)
+        parts, rows = self._parts(source, counts, "tensor")
+        if out is None:
+            out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
+        target = self._output(out, source)
+        _require_same_count("out", target, parts[self.rank])
+        signature = self._signature("reduce_scatter", source, op=op, counts=parts, algorithm=algorithm)
+        return self._run(signature, source, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+
+    def all_gather(
+        self,
+        tensor: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank ends with all ranks' ``tensor``, one after the other along the first dimension.
+
+        Args:
+            tensor: shape (n, ...), or a single element.
+            out: shape (sum of all n, ...); made if None. ``tensor`` may be this rank's part of it.
+            counts: rows of each rank's part, the same on all ranks; None means that all have as many as this one.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            All parts, ``out`` if given; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        source = read_buffer(tensor)
+        parts, rows = self._parts_from_own(source, counts)
+        if out is None:
+            out = empty_like(tensor, (sum(rows), *source.shape[1:]))
+        target = self._output(out, source)
+        _require_same_count("out", target, sum(parts))
+        signature = self._signature("all_gather", source, counts=parts, algorithm=algorithm)
+        return self._run(signature, source, target, timeout, async_op, input_start=sum(parts[: self.rank]))
+
+    def broadcast(
+        self,
+        tensor: Any,
+        src: int = 0,
+        *,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank ends with what ``tensor`` holds on rank ``src``.
+
+        Args:
+            tensor: any shape, the same number of elements on all ranks; overwritten on all ranks but ``src``.
+            src: a rank of this communicator.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            ``tensor``; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_rank("src", src)
+        buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
+        signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=src)
+        return self._run(signature, buffer, buffer, timeout, async_op)
+
+    def reduce(
+        self,
+        tensor: Any,
+        dst: int = 0,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Rank ``dst`` ends with the reduction of all ranks' ``tensor``.
+
+        Args:
+            tensor: any shape, the same number of elements on all ranks; overwritten on ``dst`` unless ``out`` is given,
+                left unchanged everywhere else.
+            dst: a rank of this communicator.
+            op: as in `all_reduce`.
+            out: where the result goes; of use on ``dst`` alone.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            On ``dst``, ``out`` if given, else ``tensor``; elsewhere ``tensor``, unchanged. With ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_rank("dst", dst)
+        if self.rank == dst:
+            source, target = self._in_and_out(tensor, out)
+            _require_same_count("out", target, source.count)
+        else:
+            source = target = read_buffer(tensor)
+        signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=dst)
+        return self._run(signature, source, target, timeout, async_op)
+
+    def gather(
+        self,
+        tensor: Any,
+        dst: int = 0,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Rank ``dst`` ends with all ranks' ``tensor``, one after the other along the first dimension.
+
+        Args:
+            tensor, counts, algorithm, timeout, async_op: as in `all_gather`.
+            dst: a rank of this communicator.
+            out: on ``dst``, shape (sum of all n, ...), made if None; of no use elsewhere.
+
+        Returns:
+            On ``dst``, all parts, ``out`` if given; elsewhere None. With ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_rank("dst", dst)
+        source = read_buffer(tensor)
+        parts, rows = self._parts_from_own(source, counts)
+        start = sum(parts[: self.rank])
+        signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=dst)
+        if self.rank != dst:
+            return self._run(signature, source, None, timeout, async_op, input_start=start)
+        if out is None:
+            out = empty_like(tensor, (sum(rows), *source.shape[1:]))
+        target = self._output(out, source)
+        _require_same_count("out", target, sum(parts))
+        return self._run(signature, source, target, timeout, async_op, input_start=start)
+
+    def scatter(
+        self,
+        tensor: Any = None,
+        src: int = 0,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank ends with its part of what ``tensor`` holds on rank ``src``.
+
+        Args:
+            tensor: on ``src``, shape (n, ...), left unchanged; of no use elsewhere.
+            src: a rank of this communicator.
+            out: shape (rows of this rank, ...); needed on all ranks but ``src``, where it is made if None.
+            counts: rows of each rank's part, the same on all ranks; None means that all have equally many.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            ``out``; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_rank("src", src)
+        if self.rank != src:
+            if out is None:
+                raise ArgumentError(f"out is None on rank {self.rank}; scatter needs it on every rank but src={src}")
+            target = write_buffer(out)
+            parts, _ = self._parts_from_own(target, counts)
+            signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=src)
+            return self._run(signature, None, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+        if tensor is None:
+            raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
+        source = read_buffer(tensor)
+        parts, rows = self._parts(source, counts, "tensor")
+        if out is None:
+            out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
+        target = self._output(out, source)
+        _require_same_count("out", target, parts[self.rank])
+        signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=src)
+        return self._run(signature, source, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+
+    def all_to_all(
+        self,
+        tensor: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        output_counts: Sequence[int] | None = None,
+        algorithm: Algorithm | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Rank j ends with part j of every rank's ``tensor``, in order of the ranks they came from.
+
+        Args:
+            tensor: shape (n, ...); part r goes to rank r.
+            out: shape (sum of ``output_counts``, ...); made if None. It may be ``tensor`` itself if all counts are equal.
+            counts: rows that this rank sends to each; None needs n to be a multiple of the world size.
+            output_counts: rows that this rank receives from each; None means ``counts`` if those are all equal.
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            What arrived, ``out`` if given; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`; CollectiveMismatchError if a rank sends another number
+            of rows than its peer expects.
+        """
+        source = read_buffer(tensor)
+        parts, rows = self._parts(source, counts, "tensor")
+        if output_counts is None:
+            if len(set(rows)) > 1:
+                raise ArgumentError(f"counts {rows} differ, so output_counts is needed: the rows received from each rank")
+            output_counts = rows
+        width = _row_width(source.shape)
+        output_rows = self._checked_counts(output_counts, "output_counts")
+        arriving = tuple(count * width for count in output_rows)
+        if out is None:
+            out = empty_like(tensor, (sum(output_rows), *source.shape[1:]))
+        target = self._output(out, source)
+        _require_same_count("out", target, sum(arriving))
+        if source.overlaps(target) and (source.address != target.address or len({*parts, *arriving}) > 1):
+            raise ArgumentError("out overlaps tensor; all_to_all can only work in place if all counts are equal")
+        signature = self._signature("all_to_all", source, counts=parts, output_counts=arriving, algorithm=algorithm)
+        return self._run(signature, source, target, timeout, async_op)
+
+    def barrier(
+        self, *, algorithm: Algorithm | None = None, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Return once every rank has called it.
+
+        Args:
+            algorithm, timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            None; with ``async_op``, a `Work`.
+
+        Raises:
+            CommunicationError as in `all_reduce`.
+        """
+        signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
+        result: Work | None = self._run(signature, None, None, timeout, async_op)
+        return result
+
+    def send(
+        self, tensor: Any, dst: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Send ``tensor`` to rank ``dst``, which must `recv` it. Messages of a pair arrive in the order in which they are sent.
+
+        Args:
+            tensor: any shape.
+            dst: another rank of this communicator.
+            tag: must be the same in the `recv`.
+            timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            None; with ``async_op``, a `Work`.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_peer("dst", dst)
+        buffer = read_buffer(tensor)
+        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, dst), tag=tag)
+        work: Work | None = self._run(signature, buffer, None, timeout, async_op)
+        return work
+
+    def recv(
+        self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Receive into ``tensor`` what rank ``src`` sends.
+
+        Args:
+            tensor: as many elements of the same dtype as are sent; overwritten.
+            src: another rank of this communicator.
+            tag: must be the same in the `send`.
+            timeout, async_op: as in `all_reduce`.
+
+        Returns:
+            ``tensor``; with ``async_op``, a `Work` whose wait returns that.
+
+        Raises:
+            ArgumentError and CommunicationError as in `all_reduce`.
+        """
+        self._require_peer("src", src)
+        buffer = write_buffer(tensor)
+        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(src, self.rank), tag=tag)
+        return self._run(signature, None, buffer, timeout, async_op)
+
+    # -- groups and life -----------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0, *, timeout_s: float | None = None) -> Communicator | None:
+        """Make a communicator for each ``color``, of the ranks that named it. Called by all ranks.
+
+        Args:
+            color: ranks with the same one end in the same communicator; None joins none. Any integer >= 0.
+            key: ranks of a color are ordered by key, then by their rank here.
+            timeout_s: of the new communicator; None takes this one's.
+
+        Returns:
+            The new communicator, or None where color is None.
+
+        Raises:
+            ArgumentError: color is negative.
+            CommunicationError as in `all_reduce`.
+        """
+        if color is not None and color < 0:
+            raise ArgumentError(f"color is {color}; it must be >= 0, or None to join no group")
+        mine = np.array([-1 if color is None else color, key], dtype=np.int64)
+        wishes = self.all_gather(mine).reshape(-1, 2).tolist()
+        members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes) if wish == color)
+        ranks = [rank for _, rank in members]
+
+        def exchange(numbers: Sequence[int]) -> list[list[int]]:
+            rows = self.all_gather(np.array(numbers, dtype=np.int64)).reshape(self.world_size, -1).tolist()
+            return [list(map(int, row)) for row in rows]
+
+        membership = self._membership.split(ranks, exchange)
+        if membership is None:
+            return None
+        return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+
+    def stats(self) -> list[CollectiveStats]:
+        """What this rank did so far, per collective and algorithm; finished background calls count once they were waited for."""
+        return [entry for entry in self._calls.stats.values() if entry.calls]
+
+    def abort(self) -> None:
+        """End all calls of all ranks of this communicator at once; callable from any thread. They raise CommunicatorClosedError."""
+        self._engine.abort(int(Abort.REQUESTED), self.rank)
+
+    def close(self) -> None:
+        """Leave the communicator. Never needs other ranks; safe to call twice.
+
+        Calls still going on in the background get a second to end; after that the communicator is aborted with a RuntimeWarning.
+        """
+        if self not in _OPEN:
+            return
+        _OPEN.discard(self)
+        if self._process == os.getpid():
+            self._wait_for_in_flight()
+        self._engine.close()
+        if self._failure is None:
+            self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has closed the communicator."""
+        return self not in _OPEN
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.world_size}{', closed' if self.closed else ''}>"
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _in_and_out(self, tensor: Any, out: Any) -> tuple[Buffer, Buffer]:
+        if out is None:
+            buffer = write_buffer(tensor)
+            return buffer, buffer
+        source = read_buffer(tensor)
+        return source, self._output(out, source)
+
+    def _output(self, out: Any, source: Buffer) -> Buffer:
+        target = write_buffer(out)
+        if target.dtype != source.dtype:
+            raise ArgumentError(f"out has dtype {target.dtype.name}, but tensor has {source.dtype.name}; they must be equal")
+        return target
+
+    def _signature(self, collective: str, buffer: Buffer, *, op: str | None = None, **more: Any) -> Signature:
+        if op is not None:
+            require_reducible(buffer.dtype, op)
+        return Signature(collective, buffer.dtype, op, **more)
+
+    def _parts(
+        self, whole: Buffer, counts: Sequence[int] | None, name: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Elements and rows of each rank's part of ``whole``."""
+        num_rows = whole.shape[0] if whole.shape else 1
+        if counts is None:
+            if num_rows % self.world_size:
+                raise ArgumentError(
+                    f"{name} has {num_rows} rows, which {self.world_size} ranks cannot share equally; give counts, "
+                    f"e.g. counts={split_evenly(num_rows, self.world_size)}"
+                )
+            counts = [num_rows // self.world_size] * self.world_size
+        rows = self._checked_counts(counts, "counts")
+        if sum(rows) != num_rows:
+            raise ArgumentError(f"counts {rows} add up to {sum(rows)}, but {name} has {num_rows} rows")
+        width = _row_width(whole.shape)
+        return tuple(count * width for count in rows), rows
+
+    def _parts_from_own(self, part: Buffer, counts: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Elements and rows of each rank's part, where ``part`` is this rank's."""
+        num_rows = part.shape[0] if part.shape else 1
+        rows = self._checked_counts([num_rows] * self.world_size if counts is None else counts, "counts")
+        if rows[self.rank] != num_rows:
+            raise ArgumentError(f"counts says {rows[self.rank]} rows for rank {self.rank}, whose array has {num_rows}")
+        width = _row_width(part.shape)
+        return tuple(count * width for count in rows), rows
+
+    def _checked_counts(self, counts: Sequence[int], name: str) -> tuple[int, ...]:
+        rows = tuple(int(count) for count in counts)
+        if len(rows) != self.world_size or min(rows) < 0:
+            raise ArgumentError(f"{name} is {rows}; it must hold {self.world_size} numbers >= 0, one per rank")
+        return rows
+
+    def _require_rank(self, name: str, rank: int) -> None:
+        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.world_size:
+            raise ArgumentError(f"{name} is {rank!r}; the ranks of this communicator are 0..{self.world_size - 1}")
+
+    def _require_peer(self, name: str, rank: int) -> None:
+        self._require_rank(name, rank)
+        if rank == self.rank:
+            raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        signature: Signature,
+        source: Buffer | None,
+        target: Buffer | None,
+        timeout: float | None,
+        async_op: bool,
+        *,
+        input_start: int = 0,
+        output_start: int = 0,
+    ) -> Any:
+        """Run the settled call on these buffers.
+
+        ``input_start`` and ``output_start`` are where, in elements of the whole buffer, an input or output begins that
+        holds this rank's part alone: if the two overlap in memory, they must be views of one whole buffer.
+        """
+        self._require_usable()
+        if source is not None and target is not None and source is not target and source.overlaps(target):
+            itemsize = source.dtype.itemsize
+            if source.address - input_start * itemsize != target.address - output_start * itemsize:
+                raise ArgumentError(
+                    "out partly overlaps tensor; give an out with memory of its own, or the place in one buffer where the "
+                    "result belongs"
+                )
+        call = self._calls.settle(signature)
+        timeout_s = self.timeout_s if timeout is None else timeout
+        arguments = {
+            "plan": call.plan,
+            "input": 0 if source is None else source.address,
+            "output": 0 if target is None else target.address,
+            "dtype": signature.dtype.code,
+            "op": call.op_code,
+            "divisor": call.divisor,
+            "fingerprint": call.fingerprint,
+            "sequenced": signature.pair is None,
+            "what": call.what,
+            "count": call.count,
+            "timeout_s": timeout_s,
+        }
+        result = None if target is None else target.user
+
+        def finish(receipt: tuple[int, int, int, int, float]) -> Any:
+            self._account(call, receipt, timeout_s)
+            if target is not None and target.deliver is not None:
+                target.deliver()
+            return result
+
+        if not async_op:
+            return finish(self._engine.run(**arguments))
+        keep = (source, target)
+
+        def finish_work(native: _native.Work, _keep: object = keep) -> Any:
+            return finish(native.receipt())
+
+        work = Work(self._engine.submit(**arguments), finish_work, f"{signature.collective} on rank {self.rank}")
+        with self._lock:
+            while self._in_flight and self._in_flight[0].is_done():
+                self._in_flight.popleft()
+            self._in_flight.append(work)
+        return work
+
+    def _account(self, call: Call, receipt: tuple[int, int, int, int, float], timeout_s: float) -> None:
+        status, subject, bytes_sent, bytes_received, seconds = receipt
+        if status != Abort.NONE:
+            raise self._fail(Abort(status), subject, call, timeout_s)
+        stats = call.stats
+        with self._lock:
+            stats.calls += 1
+            stats.bytes_sent += bytes_sent
+            stats.bytes_received += bytes_received
+            stats.scheduled_bytes_sent += call.scheduled_bytes_sent
+            stats.payload_bytes += call.payload_bytes
+            stats.seconds += seconds
+
+    def _fail(self, reason: Abort, subject: int, call: Call | None, timeout_s: float) -> CommunicationError:
+        with self._lock:
+            if self._failure is None:
+                records = [CallRecord(*record) for record in self._engine.calls()]
+                self._failure = explain_failure(
+                    reason, subject, rank=self.rank, records=records, call=call, timeout_s=timeout_s
+                )
+            return type(self._failure)(*self._failure.args)
+
+    def _require_usable(self) -> None:
+        if self._process != os.getpid():
+            raise CommunicatorClosedError(
+                f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked from it; "
+                f"call farandole.init() in the new process"
+            )
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _wait_for_in_flight(self) -> None:
+        limit = time.monotonic() + _CLOSE_GRACE_S
+        unfinished = 0
+        for work in self._in_flight:
+            unfinished += not work._native.wait(max(0.0, limit - time.monotonic()))
+        if unfinished:
+            warnings.warn(
+                f"rank {self.rank} closes its communicator while {unfinished} background calls still wait for other ranks; "
+                f"they are aborted on all ranks. Call wait() on each Work first.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _row_width(shape: tuple[int, ...]) -> int:
+    return math.prod(shape[1:])
+
+
+def _require_same_count(name: str, buffer: Buffer, count: int) -> None:
+    if buffer.count != count:
+        raise ArgumentError(f"{name} has {buffer.count} elements (shape {buffer.shape}); it must have {count}")
+
+
+_OPEN: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def close_all(still_open: Callable[[], list[Communicator]] = lambda: list(_OPEN)) -> None:
+    """Close every communicator of this process that is still open."""
+    for communicator in still_open():
+        communicator.close()

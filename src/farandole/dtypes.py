@@ -1,0 +1,76 @@
+"""The element types and reductions of the engine, under the names that numpy and torch use for them.
+
+What each pair means is stated in docs/numbers.md and at the top of native/src/kernels.hpp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from farandole import _native
+from farandole.errors import ArgumentError, UnsupportedReductionError
+
+__all__ = ["DTYPES", "REDUCE_OPS", "DType", "dtype_named", "require_reducible"]
+
+
+class DType(NamedTuple):
+    """An element type: its name, its number in the engine, and its size in bytes."""
+
+    name: str
+    code: int
+    itemsize: int
+
+
+_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+DTYPES = {name: DType(name, code, itemsize) for code, (name, itemsize) in enumerate(_SIZES.items())}
+"""name -> DType; codes are those of native/src/numbers.hpp."""
+
+REDUCE_OPS = {name: code for code, name in enumerate(("sum", "avg", "prod", "min", "max", "band", "bor", "bxor"))}
+"""name -> number in the engine."""
+
+
+def dtype_named(name: str) -> DType:
+    """The DType called ``name``.
+
+    Raises:
+        ArgumentError: farandole has no such element type.
+    """
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise ArgumentError(f"dtype {name} cannot be communicated; known are {', '.join(DTYPES)}")
+    return dtype
+
+
+def require_reducible(dtype: DType, op: str) -> int:
+    """The number of ``op``, once it is certain that ``dtype`` can be reduced with it.
+
+    Raises:
+        ArgumentError: there is no such op.
+        UnsupportedReductionError: the op has no meaning for this dtype.
+    """
+    code = REDUCE_OPS.get(op) if isinstance(op, str) else None
+    if code is None:
+        raise ArgumentError(f"op is {op!r}; known are {', '.join(REDUCE_OPS)}")
+    if not _native.is_supported(dtype.code, code):
+        possible = [name for name, number in REDUCE_OPS.items() if _native.is_supported(dtype.code, number)]
+        raise UnsupportedReductionError(
+            f"{op} has no meaning for {dtype.name}; {dtype.name} can be reduced with {', '.join(possible)}"
+        )
+    return code

@@ -1,0 +1,296 @@
+"""Starts, watches and ends the processes of one job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO
+
+from farandole.errors import ArgumentError
+from farandole.store import StoreServer
+
+__all__ = ["JobResult", "RankFailure", "run_processes"]
+
+_GRACE_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: which.
+        exit_code: of its process; 128 + n if signal n ended it.
+        reason: in words.
+        traceback: of its exception; empty if it did not end by one.
+    """
+
+    rank: int
+    exit_code: int
+    reason: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended.
+
+    Attributes:
+        failure: of the rank that failed first, or None.
+        interrupted_by: the number of the signal that ended the job, or None.
+    """
+
+    failure: RankFailure | None = None
+    interrupted_by: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """For the launcher's own process."""
+        if self.interrupted_by is not None:
+            return 128 + self.interrupted_by
+        return self.failure.exit_code if self.failure else 0
+
+
+@dataclass
+class _Rank:
+    """One rank's process and what it says."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+    error_text: bytearray = field(default_factory=bytearray)
+    lines: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
+
+
+def run_processes(
+    command: Sequence[str],
+    world_size: int,
+    *,
+    module: bool = False,
+    on_line: Callable[[int, str, bytes], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run ``command`` as a job of ``world_size`` ranks and wait until all have ended.
+
+    Args:
+        command: a Python script (ending in .py) or any program, with its arguments; with ``module``, the name of a Python module.
+        world_size: number of ranks, >= 1.
+        module: run a module, as ``python -m`` does.
+        on_line: called with (rank, "stdout" or "stderr", line) for each line a rank prints; None lets the ranks print for themselves.
+        environment: of the ranks, to which the job's own variables are added; None takes this process's.
+
+    Returns:
+        How the job ended. No process of it is left, whatever happened.
+
+    Raises:
+        ArgumentError: there is nothing to run, or world_size is below 1.
+    """
+    if world_size < 1:
+        raise ArgumentError(f"the number of ranks is {world_size}; it must be >= 1")
+    if not command:
+        raise ArgumentError("there is nothing to run; name a script, e.g. farandole run -n 2 train.py")
+    job = _Job(world_size, on_line)
+    with job.signals(), contextlib.ExitStack() as stack:
+        secret = secrets.token_hex(32)
+        server = StoreServer(("127.0.0.1", 0), secret.encode())
+        stack.callback(server.close)
+        stack.callback(job.end)
+        base = dict(os.environ if environment is None else environment)
+        base["FARANDOLE_RENDEZVOUS"] = f"{server.address[0]}:{server.address[1]}"
+        base["FARANDOLE_SECRET"] = secret
+        base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+        for rank in range(world_size):
+            job.start(rank, _child_command(command, module), base)
+        return job.watch()
+
+
+def _child_command(command: Sequence[str], module: bool) -> list[str]:
+    kind = "module" if module else "script" if command[0].endswith(".py") else "exec"
+    return [sys.executable, "-m", "farandole.launch.child", kind, *command]
+
+
+class _Job:
+    """The processes of a job, from the first start to the last end."""
+
+    def __init__(self, world_size: int, on_line: Callable[[int, str, bytes], None] | None) -> None:
+        self.world_size = world_size
+        self.on_line = on_line
+        self.ranks: list[_Rank] = []
+        self.selector = selectors.DefaultSelector()
+        self.signal: int | None = None
+        self.num_signals = 0
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+        self.selector.register(self.wake_read, selectors.EVENT_READ, None)
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Turn signals to the launcher into an orderly end of the job."""
+
+        def remember(number: int, _frame: FrameType | None) -> None:
+            self.signal = self.signal or number
+            self.num_signals += 1
+            with contextlib.suppress(BlockingIOError):
+                os.write(self.wake_write, b"!")
+
+        before = {number: signal.signal(number, remember) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.selector.close()
+            os.close(self.wake_read)
+            os.close(self.wake_write)
+
+    def start(self, rank: int, command: list[str], base: Mapping[str, str]) -> None:
+        errors_read, errors_write = os.pipe()
+        environment = {
+            **base,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "FARANDOLE_LAUNCHER": str(os.getpid()),
+            "FARANDOLE_ERROR_FD": str(errors_write),
+        }
+        output = None if self.on_line is None else subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(errors_write,),
+                start_new_session=True,  # so that all it starts can be ended with it
+            )
+        finally:
+            os.close(errors_write)
+        entry = _Rank(rank, process, os.fdopen(errors_read, "rb", buffering=0))
+        self.ranks.append(entry)
+        self.selector.register(entry.errors, selectors.EVENT_READ, (entry, "errors"))
+        self.selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (entry, "end"))
+        for name in ("stdout", "stderr"):
+            stream = getattr(process, name)
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                self.selector.register(stream, selectors.EVENT_READ, (entry, name))
+
+    def watch(self) -> JobResult:
+        """Wait until all ranks have ended, or one has failed, or a signal came."""
+        running = set(range(self.world_size))
+        while running and self.signal is None:
+            for key, _ in self.selector.select():
+                if key.data is None:
+                    continue
+                entry, name = key.data
+                if name != "end":
+                    self._read(entry, name, key)
+                    continue
+                self._forget(key)
+                os.close(key.fd)
+                running.discard(entry.rank)
+                code = _exit_code(entry.process)
+                if code:
+                    self._drain(entry)
+                    return JobResult(failure=_failure_of(entry, code))
+        if self.signal is not None:
+            return JobResult(interrupted_by=self.signal)
+        for entry in self.ranks:
+            self._drain(entry)
+        return JobResult()
+
+    def end(self) -> None:
+        """End whatever of the job still lives: first politely, then for certain."""
+        polite = signal.SIGINT if self.signal == signal.SIGINT else signal.SIGTERM
+        alive = [entry.process for entry in self.ranks if _exit_code(entry.process) is None]
+        for process in alive:
+            _signal_group(process.pid, polite)
+        limit = time.monotonic() + _GRACE_S
+        signals_before = self.num_signals
+        while alive and time.monotonic() < limit and self.num_signals == signals_before:
+            time.sleep(0.01)
+            alive = [process for process in alive if _exit_code(process) is None]
+        for entry in self.ranks:
+            _signal_group(entry.process.pid, signal.SIGKILL)  # also what a rank itself started
+            entry.process.wait()
+            for stream in (entry.errors, entry.process.stdout, entry.process.stderr):
+                if stream is not None:
+                    stream.close()
+        for key in list(self.selector.get_map().values()):
+            if key.data is not None and key.data[1] == "end":
+                os.close(key.fd)
+
+    def _read(self, entry: _Rank, name: str, key: selectors.SelectorKey) -> bool:
+        """Take what there is to read. False at the end of the stream, or if there is nothing now."""
+        try:
+            data = os.read(key.fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._forget(key)
+            if name != "errors":
+                self._print(entry, name, b"\n" if entry.lines[name] else b"")
+            return False
+        if name == "errors":
+            entry.error_text += data
+        else:
+            self._print(entry, name, data)
+        return True
+
+    def _print(self, entry: _Rank, name: str, data: bytes) -> None:
+        assert self.on_line is not None
+        pending = entry.lines[name]
+        pending += data
+        *lines, rest = bytes(pending).split(b"\n")
+        entry.lines[name] = bytearray(rest)
+        for line in lines:
+            self.on_line(entry.rank, name, line)
+
+    def _drain(self, entry: _Rank) -> None:
+        """Read what a rank that has ended had written before."""
+        for key in list(self.selector.get_map().values()):
+            if key.data is None or key.data[0] is not entry or key.data[1] == "end":
+                continue
+            os.set_blocking(key.fd, False)
+            while self._read(entry, key.data[1], key):
+                pass
+
+    def _forget(self, key: selectors.SelectorKey) -> None:
+        self.selector.unregister(key.fileobj)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """How the process ended: its exit code, or minus a signal; None while it runs.
+
+    It is not reaped: until it is, its process group's number cannot become another's.
+    """
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _signal_group(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, number)
+
+
+def _failure_of(entry: _Rank, code: int) -> RankFailure:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
+    text = entry.error_text.decode(errors="replace")
+    reason = "raised an exception" if text else f"exited with code {code}"
+    return RankFailure(entry.rank, code, reason, text)

@@ -1,0 +1,107 @@
+"""A world in one process: ranks as threads, on the same engine. For notebooks and tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
+from farandole.errors import ArgumentError, CommunicatorClosedError
+from farandole.rendezvous import join_threads
+
+__all__ = ["LocalWorld", "local"]
+
+T = TypeVar("T")
+
+
+class LocalWorld(Sequence[Communicator]):
+    """The communicators of all ranks of a world in this process, in order of rank; made by `local`."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._communicators = [Communicator(m, timeout_s=timeout_s) for m in join_threads(world_size)]
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call ``function(communicator, *arguments)`` once per rank, each in a thread of its own.
+
+        Returns:
+            What each rank returned, in order of rank.
+
+        Raises:
+            Exception: the first that a rank raised. The communicators are then aborted, so that no other rank waits for it.
+        """
+        results: list[Any] = [None] * len(self)
+        failures: list[tuple[int, BaseException]] = []
+        lock = threading.Lock()
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = function(self[rank], *arguments)
+            except BaseException as error:
+                with lock:
+                    failures.append((rank, error))
+                self[rank].abort()
+
+        threads = [threading.Thread(target=call, args=(rank,), name=f"rank {rank}") for rank in range(len(self))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self[0].abort()  # Ctrl-C in a notebook: let the ranks go
+            raise
+        if failures:
+            # What others raised because a rank had failed before is a consequence, not the cause.
+            causes = [f for f in failures if not isinstance(f[1], CommunicatorClosedError)] or failures
+            rank, error = causes[0]
+            if hasattr(error, "add_note"):
+                error.add_note(f"raised on rank {rank} of {len(self)}")
+            raise error
+        return results
+
+    def close(self) -> None:
+        """Close all communicators."""
+        for communicator in self._communicators:
+            communicator.close()
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._communicators[rank]
+
+    def __len__(self) -> int:
+        return len(self._communicators)
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._communicators)
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LocalWorld of {len(self)} ranks>"
+
+
+def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LocalWorld:
+    """A world of ``world_size`` ranks that are threads of this process.
+
+    ::
+
+        with farandole.local(4) as world:
+            sums = world.run(lambda comm: comm.all_reduce(np.full(3, comm.rank, dtype="f4")))
+
+    Args:
+        world_size: number of ranks, >= 1.
+        timeout_s: seconds that a blocking call waits where the call does not say otherwise.
+
+    Raises:
+        ArgumentError: world_size is not a whole number >= 1.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number >= 1")
+    return LocalWorld(world_size, timeout_s)

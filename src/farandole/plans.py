@@ -1,0 +1,162 @@
+"""Binds a program to sizes: which slot lies where in a call's buffers.
+
+Where a collective gives every rank a part of the buffer, ``counts`` holds the elements of each part; each part is cut into
+its chunks. Elsewhere it holds the elements of the whole buffer, cut into all chunks. Chunks are as equal as
+possible: the first ones hold one element more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
+
+from farandole import _native
+from farandole.collectives import chunks_of_part, is_parted
+from farandole.lowering import size_index
+from farandole.program import Combine, Local, Program
+from farandole.schedule import Schedule
+from farandole.verifier import Interpretation
+
+__all__ = ["bind", "chunk_counts", "sent_elements", "split_evenly"]
+
+Ints = npt.NDArray[np.int64]
+
+
+def split_evenly(count: int, num_parts: int) -> list[int]:
+    """``count`` as ``num_parts`` whole numbers that differ by one at most, the larger ones first."""
+    base, extra = divmod(count, num_parts)
+    return [base + 1] * extra + [base] * (num_parts - extra)
+
+
+def chunk_counts(schedule: Schedule, counts: Sequence[int]) -> list[int]:
+    """Elements of each chunk.
+
+    Args:
+        schedule: what is run.
+        counts: elements per part, one per rank; or the elements of the buffer as the only number, see above.
+    """
+    per_part = schedule.num_chunks // (schedule.world_size if is_parted(schedule.collective) else 1)
+    return list(chain.from_iterable(split_evenly(count, per_part) for count in counts))
+
+
+def sent_elements(
+    interpretation: Interpretation, rank: int, counts: Sequence[int], output_counts: Sequence[int] | None
+) -> int:
+    """Elements that the schedule, as it was proved, says ``rank`` sends to others."""
+    schedule = interpretation.schedule
+    sizes = _sizes(schedule, counts, output_counts)
+    values = interpretation.values
+    return sum(
+        sizes[size_index(schedule, values.chunk[interpretation.sent[index]], rank)]
+        for index, (_, src, _, dst, _, _) in enumerate(schedule.rows.tolist())
+        if src == rank != dst
+    )
+
+
+def bind(
+    schedule: Schedule,
+    program: Program,
+    counts: Sequence[int],
+    output_counts: Sequence[int] | None,
+    *,
+    ranks: Sequence[int],
+    world_size: int,
+    itemsize: int,
+    max_segment_bytes: int,
+) -> _native.Plan:
+    """The plan that the engine runs for ``program`` on buffers of these sizes.
+
+    Args:
+        schedule: what ``program`` was lowered from.
+        program: of the rank that will run it.
+        counts: see `chunk_counts`; in all_to_all, of what this rank sends.
+        output_counts: in all_to_all, of what this rank receives; None elsewhere.
+        ranks: per rank of the schedule, its rank in the communicator.
+        world_size: of the communicator.
+        itemsize: bytes per element.
+        max_segment_bytes: room in one slot of the channels.
+    """
+    sizes, inputs, outputs = _layout(schedule, program, counts, output_counts)
+    operations, operands, operand_ends, after, after_ends = _columns(program, ranks)
+    return _native.Plan(
+        operations=operations,
+        operands=operands,
+        operand_ends=operand_ends,
+        after=after,
+        after_ends=after_ends,
+        size_bytes=sizes * itemsize,
+        input_offset=inputs * itemsize,
+        output_offset=outputs * itemsize,
+        num_work_slots=program.num_work_slots,
+        rank=ranks[program.rank],
+        world_size=world_size,
+        max_segment_bytes=max_segment_bytes,
+        element_bytes=itemsize,
+    )
+
+
+def _layout(
+    schedule: Schedule, program: Program, counts: Sequence[int], output_counts: Sequence[int] | None
+) -> tuple[Ints, Ints, Ints]:
+    """Elements per size index, and the first element of each slot in the input and in the output."""
+    sizes = _sizes(schedule, counts, output_counts)
+    starts = _starts(sizes[: schedule.num_chunks])
+    if schedule.collective == "all_to_all":
+        return _ints(sizes), starts, _starts(sizes[schedule.num_chunks : 2 * schedule.num_chunks])
+    own = chunks_of_part(schedule, program.rank) if is_parted(schedule.collective) else range(0)
+    first = starts[own[0]] if len(own) else 0
+    inputs = starts - first if schedule.collective in ("all_gather", "gather") else starts
+    outputs = starts - first if schedule.collective in ("reduce_scatter", "scatter") else starts
+    return _ints(sizes), inputs, outputs
+
+
+def _sizes(schedule: Schedule, counts: Sequence[int], output_counts: Sequence[int] | None) -> list[int]:
+    """Elements per size index; see `farandole.lowering.size_index`."""
+    sizes = chunk_counts(schedule, counts)
+    if output_counts is None:
+        return sizes
+    arriving = chunk_counts(schedule, output_counts)
+    return [*sizes, *arriving, max(sizes + arriving)]
+
+
+def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int32], ...]:
+    """The program as the flat columns that native/src/plan.hpp describes."""
+    combines, is_local = -2, -1
+    operations: list[tuple[int, int, int, int, int]] = []
+    operands: list[tuple[int, int, int, int]] = []
+    operand_ends: list[int] = []
+    after: list[int] = []
+    after_ends: list[int] = []
+    for operation in program.operations:
+        region, slot = operation.place
+        if isinstance(operation, Combine):
+            operations.append((region, slot, operation.size, combines, int(operation.completes)))
+            for operand in operation.operands:
+                if isinstance(operand, Local):
+                    operands.append((is_local, 0, *operand.place))
+                else:
+                    operands.append((ranks[operand.peer], int(operand.shared), 0, 0))
+        else:
+            reader = ranks[operation.reader] if operation.reader >= 0 else -1
+            operations.append((region, slot, operation.size, reader, 0))
+        operand_ends.append(len(operands))
+        after.extend(operation.after)
+        after_ends.append(len(after))
+    return (
+        np.array(operations, dtype=np.int32).reshape(-1, 5),
+        np.array(operands, dtype=np.int32).reshape(-1, 4),
+        np.array(operand_ends, dtype=np.int32),
+        np.array(after, dtype=np.int32),
+        np.array(after_ends, dtype=np.int32),
+    )
+
+
+def _starts(sizes: Sequence[int]) -> Ints:
+    return _ints([0, *accumulate(sizes)][:-1])
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

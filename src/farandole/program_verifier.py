@@ -1,0 +1,302 @@
+"""Proves the programs that a schedule was lowered to.
+
+The programs of all ranks are run on values (see `farandole.verifier`), each operation cut into segments, through channels
+that hold only a few segments. One run proves every interleaving. An operation that could go on stays able to go on
+until it does: nothing that another rank does takes room or data away from it. In such a system every run that goes
+as far as it can takes the same actions (it is a marked graph, and those are confluent). So if this run ends, no run deadlocks;
+if it stops early, every run does.
+
+Contents are the same in every run as well, if any two operations of a rank that touch one place, one of them writing it,
+are ordered. That is checked operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from farandole.collectives import Promise
+from farandole.errors import VerificationError
+from farandole.program import Combine, Local, Operation, Place, Program, Publish, Region, Remote
+from farandole.verifier import NOTHING, Interpretation, Values
+
+__all__ = ["CHANNEL_SEGMENTS", "verify_programs"]
+
+CHANNEL_SEGMENTS = 2
+"""Segments that a channel is assumed to hold; the engine's hold at least as many."""
+
+Channel = tuple[int, int]  # (src, dst), or (src, -1) for a shared channel
+
+
+def verify_programs(
+    programs: Sequence[Program], interpretation: Interpretation, *, channel_segments: int = CHANNEL_SEGMENTS
+) -> None:
+    """Prove that ``programs`` together do what the schedule promises, on every interleaving.
+
+    Args:
+        programs: one per rank, in order of rank.
+        interpretation: the proof of the schedule; its promise is what the programs must keep.
+        channel_segments: room in each channel, in segments.
+
+    Raises:
+        VerificationError: two operations race, some rank waits for ever, or a place ends with the wrong contents.
+    """
+    for program in programs:
+        _require_ordered(program)
+    run = _Run(programs, interpretation.promise, channel_segments)
+    run.execute()
+    run.require_finished()
+    run.require_promise_kept(interpretation)
+
+
+def _require_ordered(program: Program) -> None:
+    """Any two operations that touch one place, one of them writing it, must be ordered."""
+    writer: dict[tuple[bool, int], int] = {}
+    readers: dict[tuple[bool, int], list[int]] = {}
+    for index, operation in enumerate(program.operations):
+        reads = {_memory(place) for place in _reads(operation)}
+        writes = {_memory(operation.place)} if isinstance(operation, Combine) else set()
+        for place in reads | writes:
+            earlier = list(readers.get(place, ())) if place in writes else []
+            if place in writer:
+                earlier.append(writer[place])
+            for other in earlier:
+                if other not in operation.after and not _waits_for(program, index, other):
+                    raise VerificationError(
+                        f"rank {program.rank}: operation {index} ({_describe(operation)}) may run before operation {other} "
+                        f"({_describe(program.operations[other])}), and both touch the same place",
+                        rank=program.rank,
+                        chunk=operation.place.slot,
+                    )
+        for place in reads - writes:
+            readers.setdefault(place, []).append(index)
+        for place in writes:
+            writer[place] = index
+            readers[place] = []
+
+
+def _waits_for(program: Program, index: int, other: int) -> bool:
+    seen = {index}
+    stack = [index]
+    while stack:
+        for earlier in program.operations[stack.pop()].after:
+            if earlier == other:
+                return True
+            if earlier > other and earlier not in seen:
+                seen.add(earlier)
+                stack.append(earlier)
+    return False
+
+
+def _reads(operation: Operation) -> list[Place]:
+    if isinstance(operation, Publish):
+        return [operation.place]
+    return [operand.place for operand in operation.operands if isinstance(operand, Local)]
+
+
+def _memory(place: Place) -> tuple[bool, int]:
+    """Input and output may be the same memory."""
+    return place.region == Region.WORK, place.slot
+
+
+def _describe(operation: Operation) -> str:
+    place = f"{operation.place.region.name.lower()} slot {operation.place.slot}"
+    if isinstance(operation, Publish):
+        return f"publish {place} to {'everyone' if operation.reader < 0 else f'rank {operation.reader}'}"
+    sources = ", ".join(
+        f"rank {o.peer}" if isinstance(o, Remote) else f"{o.place.region.name.lower()} slot {o.place.slot}"
+        for o in operation.operands
+    )
+    return f"combine {sources} into {place}"
+
+
+@dataclass
+class _Queue:
+    """The state of one channel."""
+
+    readers: tuple[int, ...]
+    writers: list[int] = field(default_factory=list)  # operations of the source, in order
+    takers: dict[int, list[int]] = field(default_factory=dict)  # per reader: its operations, in order
+    values: list[int] = field(default_factory=list)  # of every segment published so far
+    taken: dict[int, int] = field(default_factory=dict)  # per reader: segments taken so far
+
+
+class _Run:
+    """One run of all programs, as far as it goes."""
+
+    def __init__(self, programs: Sequence[Program], promise: Promise, channel_segments: int) -> None:
+        self.programs = programs
+        self.room = channel_segments
+        self.segments = channel_segments + 1  # a chunk that does not fit its channel
+        self.values = Values()
+        self.queues: dict[Channel, _Queue] = {}
+        self.done = [[0] * len(program.operations) for program in programs]
+        self.turn: list[list[dict[Channel, int]]] = []  # per rank and operation: its turn on each channel it uses
+        self.followers: list[list[list[int]]] = []  # per rank and operation: who waits for it
+        self.contents: list[dict[Place, list[int]]] = [{} for _ in programs]
+        for (rank, slot), chunk in promise.before.items():
+            self.contents[rank][Place(Region.INPUT, slot)] = [self.values.leaf(chunk, rank)] * self.segments
+        for program in programs:
+            self._plan(program)
+
+    def _plan(self, program: Program) -> None:
+        turns: list[dict[Channel, int]] = []
+        followers: list[list[int]] = [[] for _ in program.operations]
+        for index, operation in enumerate(program.operations):
+            turn: dict[Channel, int] = {}
+            for earlier in operation.after:
+                followers[earlier].append(index)
+            if isinstance(operation, Publish):
+                queue = self._queue((program.rank, operation.reader))
+                turn[program.rank, operation.reader] = len(queue.writers)
+                queue.writers.append(index)
+            else:
+                for operand in operation.operands:
+                    if isinstance(operand, Remote):
+                        channel = (operand.peer, -1 if operand.shared else program.rank)
+                        takers = self._queue(channel).takers.setdefault(program.rank, [])
+                        turn[channel] = len(takers)
+                        takers.append(index)
+            turns.append(turn)
+        self.turn.append(turns)
+        self.followers.append(followers)
+
+    def _queue(self, channel: Channel) -> _Queue:
+        if channel not in self.queues:
+            src, dst = channel
+            readers = (dst,) if dst >= 0 else tuple(r for r in range(len(self.programs)) if r != src)
+            self.queues[channel] = _Queue(readers, taken=dict.fromkeys(readers, 0))
+        return self.queues[channel]
+
+    def execute(self) -> None:
+        """Let every operation go on until none can."""
+        ready = deque((p.rank, index) for p in self.programs for index in range(len(p.operations)))
+        while ready:
+            rank, index = ready.popleft()
+            operation = self.programs[rank].operations[index]
+            advanced = False
+            while self._may_advance(rank, index, operation):
+                advanced = True
+                if isinstance(operation, Publish):
+                    self._publish(rank, index, operation)
+                else:
+                    self._combine(rank, index, operation)
+                self.done[rank][index] += 1
+            if advanced:
+                ready.extend((rank, follower) for follower in self.followers[rank][index])
+                ready.extend(self._neighbours(rank, index, operation))
+
+    def _neighbours(self, rank: int, index: int, operation: Operation) -> list[tuple[int, int]]:
+        """Operations at either end of a channel that this one's progress may have let go on."""
+        found = []
+        for channel, turn in self.turn[rank][index].items():
+            queue = self.queues[channel]
+            if isinstance(operation, Publish):
+                ends = [(reader, queue.takers.get(reader, [])) for reader in queue.readers]
+                own = queue.writers
+            else:
+                ends = [(channel[0], queue.writers)]
+                own = queue.takers[rank]
+            if turn + 1 < len(own):
+                found.append((rank, own[turn + 1]))
+            for other, operations in ends:
+                found.extend((other, operations[t]) for t in (turn, turn + 1) if t < len(operations))
+        return found
+
+    def _may_advance(self, rank: int, index: int, operation: Operation) -> bool:
+        segment = self.done[rank][index]
+        if segment == self.segments:
+            return False
+        operations = self.programs[rank].operations
+        for earlier in operation.after:
+            needed = segment + 1 if operations[earlier].size == operation.size else self.segments
+            if self.done[rank][earlier] < needed:
+                return False
+        for channel, turn in self.turn[rank][index].items():
+            queue = self.queues[channel]
+            number = turn * self.segments + segment
+            if isinstance(operation, Publish):
+                if len(queue.values) != number or any(number - taken >= self.room for taken in queue.taken.values()):
+                    return False
+            elif queue.taken[rank] != number or len(queue.values) <= number:
+                return False
+        return True
+
+    def _publish(self, rank: int, index: int, operation: Publish) -> None:
+        held = self.contents[rank].get(operation.place)
+        value = NOTHING if held is None else held[self.done[rank][index]]
+        self.queues[rank, operation.reader].values.append(value)
+
+    def _combine(self, rank: int, index: int, operation: Combine) -> None:
+        segment = self.done[rank][index]
+        operands = []
+        for operand in operation.operands:
+            if isinstance(operand, Local):
+                held = self.contents[rank].get(operand.place)
+                operands.append(NOTHING if held is None else held[segment])
+            else:
+                queue = self.queues[operand.peer, -1 if operand.shared else rank]
+                operands.append(queue.values[queue.taken[rank]])
+                queue.taken[rank] += 1
+        chunks = {self.values.chunk[value] for value in operands if value != NOTHING}
+        if NOTHING in operands or len(chunks) != 1:
+            what = "a place that holds nothing" if NOTHING in operands else f"chunks {sorted(chunks)} together"
+            raise VerificationError(
+                f"rank {rank}: operation {index} ({_describe(operation)}) takes {what}",
+                rank=rank,
+                chunk=operation.place.slot,
+            )
+        result = operands[0] if len(operands) == 1 else self.values.fold(tuple(operands))
+        self.contents[rank].setdefault(operation.place, [NOTHING] * self.segments)[segment] = result
+
+    def require_finished(self) -> None:
+        """Raise if some operation never ran to its end."""
+        stuck = []
+        for program in self.programs:
+            for index, operation in enumerate(program.operations):
+                if self.done[program.rank][index] < self.segments:
+                    stuck.append((program.rank, index, operation))
+                    break
+        if not stuck:
+            return
+        lines = tuple(
+            f"rank {rank} stays at operation {index}: {_describe(operation)}; it waits for {self._blocker(rank, index, operation)}"
+            for rank, index, operation in stuck
+        )
+        raise VerificationError(
+            f"deadlock with {self.room} segments of room in each channel: {len(stuck)} of {len(self.programs)} ranks wait for ever",
+            rank=stuck[0][0],
+            chunk=stuck[0][2].place.slot,
+            path=lines[:16],
+        )
+
+    def _blocker(self, rank: int, index: int, operation: Operation) -> str:
+        unfinished = [earlier for earlier in operation.after if self.done[rank][earlier] < self.segments]
+        if unfinished:
+            return f"its operation {unfinished[0]}"
+        if isinstance(operation, Publish):
+            return f"room in the channel to {'everyone' if operation.reader < 0 else f'rank {operation.reader}'}"
+        for channel, turn in self.turn[rank][index].items():
+            if len(self.queues[channel].values) <= turn * self.segments + self.done[rank][index]:
+                return f"a publication of rank {channel[0]}"
+        return "its turn on a channel"
+
+    def require_promise_kept(self, interpretation: Interpretation) -> None:
+        """Raise unless every promised output place ends as the collective says, to the contribution."""
+        promise = interpretation.promise
+        for (rank, slot), (chunk, contributors) in promise.after.items():
+            expected = sum(1 << contributor for contributor in contributors)
+            for value in self.contents[rank].get(Place(Region.OUTPUT, slot), [NOTHING]):
+                doubled = value != NOTHING and self.values.doubled[value] and not promise.duplicates_allowed
+                if value == NOTHING or doubled or (self.values.chunk[value], self.values.ranks[value]) != (chunk, expected):
+                    raise VerificationError(
+                        f"the program of rank {rank} leaves the wrong contents in output slot {slot}", rank=rank, chunk=slot
+                    )
+        for channel, queue in self.queues.items():
+            for reader, taken in queue.taken.items():
+                if taken != len(queue.values):
+                    raise VerificationError(
+                        f"rank {reader} takes {taken} of {len(queue.values)} segments that rank {channel[0]} publishes to it",
+                        rank=reader,
+                    )

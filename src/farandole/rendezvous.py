@@ -1,0 +1,287 @@
+"""How the ranks of a job find one another and come to share memory.
+
+`join` reads who this process is from the environment, meets the others at the job's store, and returns a `Membership`: the
+shared arena and everyone's process. Rank 0 makes the arena as an anonymous file (a memfd), which has no name that could be
+left behind; the others open it through rank 0's process, which only the same user may, and check a random number in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from farandole import _native
+from farandole.errors import RendezvousError
+from farandole.store import Address, StoreClient, StoreServer
+
+__all__ = ["Identity", "Membership", "identity_from", "join", "join_alone", "join_threads"]
+
+_num_joins = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is in its job, and where the job meets.
+
+    Attributes:
+        rank, world_size: in the job.
+        store: where the store is served.
+        serves: True if this process must serve the store itself.
+        secret: of the job.
+    """
+
+    rank: int
+    world_size: int
+    store: Address
+    serves: bool
+    secret: bytes
+
+
+def identity_from(environment: Mapping[str, str]) -> Identity | None:
+    """Who the environment says this process is; None if it says nothing: then it is alone.
+
+    ``farandole run`` sets RANK, WORLD_SIZE, FARANDOLE_RENDEZVOUS and FARANDOLE_SECRET. Without the latter two, MASTER_ADDR and
+    MASTER_PORT tell where rank 0 serves the store.
+
+    Raises:
+        RendezvousError: a variable is missing or makes no sense.
+    """
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
+    secret = environment.get("FARANDOLE_SECRET", "").encode()
+    if "FARANDOLE_RENDEZVOUS" in environment:
+        host, _, port = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
+        return Identity(rank, world_size, (host, _port(port, "FARANDOLE_RENDEZVOUS")), False, secret)
+    if "MASTER_ADDR" not in environment:
+        raise RendezvousError(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR and MASTER_PORT"
+        )
+    host = environment["MASTER_ADDR"].strip("[]")
+    port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
+    if not secret and not _is_loopback(host):
+        raise RendezvousError(
+            f"MASTER_ADDR is {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same long random text on all ranks"
+        )
+    return Identity(rank, world_size, (host, port), rank == 0, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place in a group that shares memory.
+
+    Attributes:
+        rank, world_size: in the group.
+        arena: what the group shares.
+        processes: per rank, its process id.
+    """
+
+    rank: int
+    world_size: int
+    arena: _native.Arena
+    processes: tuple[int, ...]
+
+    def open_process_descriptors(self) -> list[int]:
+        """Per rank, a descriptor that tells when its process ends; -1 for this process itself.
+
+        Raises:
+            RendezvousError: a process has ended already.
+        """
+        descriptors: list[int] = []
+        try:
+            for rank, process in enumerate(self.processes):
+                descriptors.append(-1 if process == os.getpid() else _open_process(rank, process))
+        except RendezvousError:
+            for descriptor in descriptors:
+                if descriptor >= 0:
+                    os.close(descriptor)
+            raise
+        return descriptors
+
+    def split(
+        self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]
+    ) -> Membership | None:
+        """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
+
+        Args:
+            ranks: in their new order, or none; the new group of this rank.
+            exchange: gathers equally many integers from every rank of this group.
+
+        Raises:
+            RendezvousError: on every rank, if any of them could not map the memory of its new group.
+        """
+        arena = None
+        offer = [0, 0, 0]
+        if ranks and ranks[0] == self.rank:
+            arena, nonce = _create_arena(len(ranks))
+            offer = [os.getpid(), arena.descriptor, nonce]
+        offers = exchange(offer)
+        problem = ""
+        if ranks and arena is None:
+            try:
+                arena = _map_arena(*offers[ranks[0]])
+            except RendezvousError as error:
+                problem = str(error)
+        failed = [rank for rank, (bad,) in enumerate(exchange([int(bool(problem))])) if bad]
+        if failed:
+            raise RendezvousError(problem or f"ranks {failed} could not map the memory of their new group")
+        if arena is None:
+            return None
+        arena.close_descriptor()
+        return Membership(ranks.index(self.rank), len(ranks), arena, tuple(self.processes[rank] for rank in ranks))
+
+
+def join_alone() -> Membership:
+    """A world of one."""
+    arena, _ = _create_arena(1)
+    arena.close_descriptor()
+    return Membership(0, 1, arena, (os.getpid(),))
+
+
+def join_threads(world_size: int) -> list[Membership]:
+    """A membership per rank, all of them in this process."""
+    arena, _ = _create_arena(world_size)
+    arena.close_descriptor()
+    return [Membership(rank, world_size, arena, (os.getpid(),) * world_size) for rank in range(world_size)]
+
+
+def join(identity: Identity, timeout_s: float) -> Membership:
+    """Meet the other ranks of the job.
+
+    Args:
+        identity: who this process is.
+        timeout_s: how long to wait for them.
+
+    Raises:
+        RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory.
+    """
+    global _num_joins
+    meeting = _num_joins  # ranks may join, close and join again: each time under other keys
+    _num_joins += 1
+    limit = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        if identity.serves:
+            server = StoreServer(identity.store, identity.secret)
+            stack.callback(server.close)
+        client = StoreClient(identity.store, identity.secret, timeout_s)
+        stack.callback(client.close)
+        membership = _meet(client, identity, f"{meeting}/", limit, timeout_s)
+        if identity.serves:
+            _get_all(client, identity, f"{meeting}/left/", limit, timeout_s, "left the rendezvous")
+        return membership
+
+
+def _meet(client: StoreClient, identity: Identity, prefix: str, limit: float, timeout_s: float) -> Membership:
+    arena = None
+    offer: list[int] = []
+    if identity.rank == 0:
+        arena, nonce = _create_arena(identity.world_size)
+        offer = [os.getpid(), arena.descriptor, nonce]
+    ticket = secrets.token_hex(8)
+    card = {"process": os.getpid(), "world_size": identity.world_size, "arena": offer, "ticket": ticket}
+    key = f"{prefix}rank/{identity.rank}"
+    client.set(key, json.dumps(card))
+    cards = [json.loads(text) for text in _get_all(client, identity, f"{prefix}rank/", limit, timeout_s, "joined")]
+    if cards[identity.rank]["ticket"] != ticket:
+        raise RendezvousError(
+            f"two processes claim rank {identity.rank}: {os.getpid()} and {cards[identity.rank]['process']}; give each its own RANK"
+        )
+    sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
+    if len(set(sizes.values())) > 1:
+        raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
+    if arena is None:
+        arena = _map_arena(*cards[0]["arena"])
+    client.set(f"{prefix}mapped/{identity.rank}", "yes")
+    _get_all(client, identity, f"{prefix}mapped/", limit, timeout_s, "mapped the shared memory")
+    client.set(f"{prefix}left/{identity.rank}", "yes")
+    arena.close_descriptor()
+    return Membership(identity.rank, identity.world_size, arena, tuple(card["process"] for card in cards))
+
+
+def _get_all(
+    client: StoreClient, identity: Identity, prefix: str, limit: float, timeout_s: float, did: str
+) -> list[str]:
+    values: list[str] = []
+    missing: list[int] = []
+    for rank in range(identity.world_size):
+        value = client.get(f"{prefix}{rank}", max(0.0, limit - time.monotonic()))
+        if value is None:
+            missing.append(rank)
+        else:
+            values.append(value)
+    if missing:
+        raise RendezvousError(
+            f"rank {identity.rank} waited {timeout_s:g} s; of {identity.world_size} ranks these have not {did}: "
+            f"{', '.join(map(str, missing))}"
+        )
+    return values
+
+
+def _create_arena(world_size: int) -> tuple[_native.Arena, int]:
+    nonce = secrets.randbits(63)
+    num_slots, slot_bytes = _geometry(world_size)
+    arena = _native.Arena.create(world_size=world_size, num_slots=num_slots, slot_bytes=slot_bytes, nonce=nonce)
+    return arena, nonce
+
+
+def _geometry(world_size: int) -> tuple[int, int]:
+    """Slots per channel and bytes per slot. There are N x N channels, so slots shrink as worlds grow."""
+    num_channels = world_size * world_size
+    slot_bytes = 256 * 1024
+    while slot_bytes > 8 * 1024 and num_channels * 4 * slot_bytes > 64 * 1024 * 1024:
+        slot_bytes //= 2
+    return 4, slot_bytes
+
+
+def _map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
+    try:
+        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RendezvousError(
+            f"cannot open the shared memory of process {process}: {error}; all ranks must run on one host, as one user"
+        ) from error
+    try:
+        arena = _native.Arena.map(own)
+    except RuntimeError as error:
+        os.close(own)
+        raise RendezvousError(f"{error}; all ranks must run on one host") from error
+    if arena.nonce != nonce:
+        raise RendezvousError(f"process {process} on this host is not the rank it should be; all ranks must run on one host")
+    return arena
+
+
+def _open_process(rank: int, process: int) -> int:
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        raise RendezvousError(f"rank {rank} (process {process}) ended while the ranks were meeting") from None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None or not text.strip().lstrip("-").isdigit():
+        raise RendezvousError(f"{name} is {text!r}; it must be a whole number (RANK and WORLD_SIZE are set together)")
+    return int(text)
+
+
+def _port(text: str, name: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise RendezvousError(f"{name} is {text!r}; it must give a port in 1..65535")
+    return int(text)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,177 @@
+"""A small key-value store through which the ranks of a job meet.
+
+One process serves it; the others set keys and wait for keys. Connections are those of `multiprocessing.connection`, whose
+challenge-response over the job's secret (HMAC, both ways) comes before anything else is read. Messages are JSON, never pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+from farandole.errors import RendezvousError
+
+__all__ = ["Address", "StoreClient", "StoreServer"]
+
+Address = tuple[str, int]
+
+_MAX_MESSAGE_BYTES = 1 << 16
+_HANDSHAKE_S = 10.0
+_RETRY_S = 0.05
+
+
+class StoreServer:
+    """Serves the store until `close`, in threads of its own.
+
+    Args:
+        address: host and port to listen on; port 0 takes a free one.
+        secret: what a client must prove that it knows.
+
+    Raises:
+        RendezvousError: the address cannot be listened on.
+    """
+
+    def __init__(self, address: Address, secret: bytes) -> None:
+        self._secret = secret
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self.num_refused = 0
+        try:
+            self._listener = Listener(address, backlog=1024)
+        except OSError as error:
+            raise RendezvousError(
+                f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; is another job using the port?"
+            ) from error
+        host, port = self._listener.address
+        self.address: Address = (host, port)
+        threading.Thread(target=self._accept, name="farandole-store", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving. Clients that still wait for a key are disconnected."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=1):
+            pass  # lets accept() return, so that it sees that we are closing
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                continue
+            if self._closing:
+                connection.close()
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="farandole-store-client", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with contextlib.closing(connection):
+            if not self._is_trusted(connection):
+                self.num_refused += 1
+                return
+            try:
+                while True:
+                    request = json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
+                    connection.send_bytes(json.dumps(self._answer(request)).encode())
+            except (EOFError, OSError):
+                return  # the client is done, or gone
+
+    def _is_trusted(self, connection: Connection) -> bool:
+        # A stranger may connect and say nothing: its silence must not last for ever.
+        watchdog = threading.Timer(_HANDSHAKE_S, _shut_down, (connection,))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            deliver_challenge(connection, self._secret)  # type: ignore[attr-defined]
+            answer_challenge(connection, self._secret)  # type: ignore[attr-defined]
+        except Exception:  # whatever a stranger's bytes lead to
+            return False
+        else:
+            return True
+        finally:
+            watchdog.cancel()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        key = str(request["key"])
+        with self._changed:
+            if "value" in request:
+                self._values[key] = str(request["value"])
+                self._changed.notify_all()
+                return {}
+            self._changed.wait_for(lambda: key in self._values or self._closing, timeout=float(request["timeout_s"]))
+            return {"value": self._values.get(key)}
+
+
+class StoreClient:
+    """One process's connection to the store.
+
+    Args:
+        address: of the server.
+        secret: of the job.
+        timeout_s: how long to try to connect.
+
+    Raises:
+        RendezvousError: nobody answers at the address in time, or whoever does has another secret.
+    """
+
+    def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
+        self._connection = _connect(address, secret, timeout_s)
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        """Set ``key``, for all to see."""
+        self._ask({"key": key, "value": value})
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """The value of ``key`` once somebody has set it; None if nobody has within ``timeout_s`` seconds."""
+        value: str | None = self._ask({"key": key, "timeout_s": timeout_s})["value"]
+        return value
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._connection.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            try:
+                self._connection.send_bytes(json.dumps(request).encode())
+                answer: dict[str, Any] = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
+            except (EOFError, OSError) as error:
+                raise RendezvousError("the process that served the rendezvous of this job has ended") from error
+        return answer
+
+
+def _connect(address: Address, secret: bytes, timeout_s: float) -> Connection:
+    from multiprocessing import AuthenticationError
+
+    limit = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Client(address, authkey=secret)
+        except AuthenticationError as error:
+            raise RendezvousError(
+                f"the process at {address[0]}:{address[1]} has another secret: it belongs to another job, or FARANDOLE_SECRET differs"
+            ) from error
+        except socket.gaierror as error:
+            raise RendezvousError(f"the host name {address[0]!r} cannot be resolved: {error}") from error
+        except (EOFError, OSError) as error:
+            if time.monotonic() > limit:
+                raise RendezvousError(
+                    f"nobody answers at {address[0]}:{address[1]} after {timeout_s:g} s ({error or 'connection closed'}); is rank 0 running?"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+def _shut_down(connection: Connection) -> None:
+    with contextlib.suppress(OSError):
+        duplicate = socket.socket(fileno=connection.fileno())
+        duplicate.shutdown(socket.SHUT_RDWR)
+        duplicate.detach()

@@ -1,0 +1,60 @@
+"""The handle of a call that goes on in the background."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from farandole import _native
+from farandole.errors import CollectiveTimeoutError
+
+__all__ = ["Work"]
+
+
+class Work:
+    """A call that a communicator runs in the background; made by ``async_op=True``.
+
+    Until it is done, its buffers belong to the call: do not write to them, and do not read the outputs. The handle need not be
+    kept; the call goes on, and keeps its buffers, without it.
+    """
+
+    def __init__(self, native: _native.Work, finish: Callable[[_native.Work], Any], describe: str) -> None:
+        self._native = native
+        self._finish: Callable[[_native.Work], Any] | None = finish
+        self._describe = describe
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        """Whether the call has ended, well or not. Does not block."""
+        return self._native.is_done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the call to end.
+
+        Args:
+            timeout: seconds to wait here; None waits as long as the call itself may take. When it is over, the call goes
+                on, and may be waited for again.
+
+        Returns:
+            What the same call returns without ``async_op``.
+
+        Raises:
+            CollectiveTimeoutError: not done within ``timeout``.
+            CommunicationError: what the call itself raised; the same at every wait.
+        """
+        if not self._native.wait(math.inf if timeout is None else timeout):
+            raise CollectiveTimeoutError(f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again")
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish(self._native)
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"<Work {self._describe}, {'done' if self.is_done() else 'going on'}>"
