@@ -368,9 +368,10 @@ def test_pairwise_has_one_partner_per_round_and_it_is_mutual(world_size: int) ->
     assert all(partner[step, peer] == rank for (step, rank), peer in partner.items())
 
 
-def test_bruck_needs_no_move_within_a_rank_for_powers_of_two() -> None:
-    for world_size in (2, 4, 8, 16, 32):
-        assert all(t.src != t.dst for t in build("all_to_all", "bruck", world_size))
+def test_bruck_moves_only_the_blocks_of_a_single_hop_within_a_rank_for_powers_of_two() -> None:
+    for log in range(1, 6):
+        local = [t for t in build("all_to_all", "bruck", 2**log) if t.src == t.dst]
+        assert len(local) == log * 2**log
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16])

@@ -102,7 +102,7 @@ def test_a_machine_that_cannot_be_is_refused(field: str, value: float) -> None:
         price(Schedule("send", 2, 1, []), 8, **{**MACHINE, field: value})
 
 
-# --- Against plain counting, and the closed forms -----------------------------------------------------------------------
+# --- Against plain counting, and the closed forms ---------------------------------------------------------------------
 
 
 def counted(schedule: Schedule, nbytes: int) -> Cost:

@@ -63,7 +63,7 @@ def test_steps_are_put_in_order_and_the_order_within_a_step_is_kept() -> None:
 
 def test_columns_are_the_fields_of_a_transfer_and_cannot_be_written() -> None:
     schedule = Schedule("all_reduce", 2, 3, [(0, 1, 2, 0, 3, 1), (4, 0, 1, 1, 2, 0)], num_scratch=1)
-    assert COLUMNS == Transfer._fields
+    assert Transfer._fields == COLUMNS
     assert {name: schedule.column(name).tolist() for name in COLUMNS} == {
         "step": [0, 4],
         "src": [1, 0],

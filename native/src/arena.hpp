@@ -40,12 +40,15 @@ struct Geometry {
 enum class Abort : std::uint32_t { none, mismatch, timeout, peer_lost, requested, interrupted };
 
 // What a rank is in, for the errors and the status display of other ranks. Written by its rank alone, relaxed: it is a
-// snapshot for people, and nothing is decided by it.
+// snapshot. Only `agreement` decides anything.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence{0};  // calls begun
   std::atomic<std::uint64_t> finished{0};  // calls ended
   std::atomic<std::uint64_t> what{0};      // collective, dtype, op and root, packed by whoever calls
   std::atomic<std::uint64_t> count{0};     // elements of the call
+  // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by number that differ
+  // here made different calls, even if they never meet on a channel. One word, so that the two belong together; relaxed.
+  std::atomic<std::uint64_t> agreement{0};
 };
 
 struct alignas(kCacheLine) RankState {

@@ -27,9 +27,10 @@ void pause_briefly() noexcept {
 #endif
 }
 
-// Mixes the sequence number into a fingerprint, so that one call never passes for another.
-std::uint64_t mix(std::uint64_t fingerprint, std::uint64_t sequence) noexcept {
-  std::uint64_t x = fingerprint + sequence * 0x9e3779b97f4a7c15;
+// Mixes all calls before into a call's fingerprint, so that no call passes for another, and ranks that differed in one call
+// are found out at the next, even if they never met in it.
+std::uint64_t mix(std::uint64_t fingerprint, std::uint64_t history) noexcept {
+  std::uint64_t x = fingerprint + (history + 1) * 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
@@ -186,29 +187,35 @@ Receipt Engine::execute(const Call& call, const Interrupted& interrupted) {
   const auto start = Clock::now();
   const auto deadline = call.timeout ? start + *call.timeout : Clock::time_point::max();
   const Plan& plan = *call.plan;
+  std::tie(receipt.status, receipt.subject) = aborted();
+  // After an abort the records stay as they are: they tell what each rank was in when it happened.
+  if (receipt.status != Abort::none) return receipt;
   CallRecord& record = arena_->rank(rank_).call;
   record.what.store(call.what, std::memory_order_relaxed);
   record.count.store(call.count, std::memory_order_relaxed);
-  if (call.sequenced) record.sequence.store(++sequence_, std::memory_order_relaxed);
-  call_fingerprint_ = mix(call.fingerprint, call.sequenced ? sequence_ : 0);
+  if (call.sequenced) {
+    ++sequence_;
+    history_ = call_fingerprint_ = mix(call.fingerprint, history_);
+    record.sequence.store(sequence_, std::memory_order_relaxed);
+    record.agreement.store(agreement(), std::memory_order_relaxed);
+  } else {
+    call_fingerprint_ = mix(call.fingerprint, 0);
+  }
 
-  std::tie(receipt.status, receipt.subject) = aborted();
-  if (receipt.status == Abort::none) {
-    if (plan.work_bytes() > work_capacity_) {
-      work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());
-      work_capacity_ = plan.work_bytes();
-    }
-    const auto operations = plan.operations();
-    done_.assign(operations.size(), 0);
-    turns_.resize(operations.size());
-    std::transform(operations.begin(), operations.end(), turns_.begin(),
-                   [](const Plan::Operation& operation) { return operation.num_turns; });
-    active_.assign(plan.first().begin(), plan.first().end());
-    sources_.resize(plan.max_operands());
-    while (!active_.empty() && receipt.status == Abort::none) {
-      if (!sweep(call, receipt) && receipt.status == Abort::none) {
-        wait(call, receipt, interrupted, deadline);
-      }
+  if (plan.work_bytes() > work_capacity_) {
+    work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());
+    work_capacity_ = plan.work_bytes();
+  }
+  const auto operations = plan.operations();
+  done_.assign(operations.size(), 0);
+  turns_.resize(operations.size());
+  std::transform(operations.begin(), operations.end(), turns_.begin(),
+                 [](const Plan::Operation& operation) { return operation.num_turns; });
+  active_.assign(plan.first().begin(), plan.first().end());
+  sources_.resize(plan.max_operands());
+  while (!active_.empty() && receipt.status == Abort::none) {
+    if (!sweep(call, receipt) && receipt.status == Abort::none) {
+      wait(call, receipt, interrupted, deadline);
     }
   }
   if (call.sequenced && receipt.status == Abort::none) {
@@ -249,9 +256,8 @@ void Engine::finish_operation(const Plan::Operation& operation) {
 bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment,
                       const Plan& plan) const noexcept {
   return std::all_of(operation.after.begin(), operation.after.end(), [&](const auto& earlier) {
-    const std::uint32_t needed =
-        earlier.whole ? plan.operations()[earlier.operation].num_segments : segment + 1;
-    return done_[earlier.operation] >= needed;
+    const std::uint32_t all = plan.operations()[earlier.operation].num_segments;
+    return done_[earlier.operation] >= (earlier.whole ? all : std::min(segment + 1, all));
   });
 }
 
@@ -355,8 +361,16 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
   }
 }
 
-// Aborts if an operation waits for a rank that will never come.
+std::uint64_t Engine::agreement() const noexcept {
+  return sequence_ << 32 | (call_fingerprint_ & 0xffffffff);
+}
+
+// Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
+  for (std::uint32_t peer = 0; call.sequenced && peer < world_size_; ++peer) {
+    const std::uint64_t theirs = arena_->rank(peer).call.agreement.load(std::memory_order_relaxed);
+    if (theirs >> 32 == agreement() >> 32 && theirs != agreement()) abort(Abort::mismatch, peer);
+  }
   for (const std::uint32_t index : active_) {
     const Plan::Operation& operation = call.plan->operations()[index];
     if (!is_ready(operation, done_[index], *call.plan)) continue;

@@ -109,6 +109,7 @@ class Engine {
   void wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
             std::chrono::steady_clock::time_point deadline);
   void check_peers(const Call& call);
+  std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;
   void ring_all() noexcept;
   void serve();
@@ -131,7 +132,8 @@ class Engine {
   std::vector<const std::byte*> sources_;
   std::unique_ptr<std::byte[]> work_memory_;
   std::size_t work_capacity_ = 0;
-  std::uint64_t sequence_ = 0;
+  std::uint64_t sequence_ = 0;  // collectives begun
+  std::uint64_t history_ = 0;   // fingerprint of the last collective, which holds those of all before
   std::uint64_t call_fingerprint_ = 0;
 
   std::mutex mutex_;                  // guards the four below

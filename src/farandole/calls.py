@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -217,7 +217,7 @@ class CallTable:
         ranks = signature.pair or tuple(range(self.world_size))
         program = proof.programs[ranks.index(self.rank)]
         if signature.collective == "all_to_all":
-            _require_even_if_passed_on(program, signature)
+            _require_even_if_passed_on(proof.programs, signature)
         plan = bind(
             schedule,
             program,
@@ -265,8 +265,8 @@ class CallTable:
         return schedule
 
 
-def _require_even_if_passed_on(program: Program, signature: Signature) -> None:
-    passes_on = any(operation.size == program.num_sizes - 1 for operation in program.operations)
+def _require_even_if_passed_on(programs: Sequence[Program], signature: Signature) -> None:
+    passes_on = any(o.size == program.num_sizes - 1 for program in programs for o in program.operations)
     if passes_on and len({*signature.counts, *(signature.output_counts or ())}) > 1:
         raise ArgumentError(
             "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or 'pairwise' "

@@ -46,9 +46,10 @@ def explain_failure(
         timeout_s: of that call.
     """
     if reason == Abort.MISMATCH:
-        return CollectiveMismatchError(
-            f"the ranks made different calls (found out by what rank {subject} sent):\n{_who_is_where(records)}"
-        )
+        text = f"the ranks made different calls (rank {subject}'s was the first that did not fit):\n{_who_is_where(records)}"
+        if len(set(map(str, records))) == 1:
+            text += "\n    These look alike, so the ranks differ in what is not shown: the algorithm, the parts, or a call before."
+        return CollectiveMismatchError(text)
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, timeout_s))
     if reason == Abort.PEER_LOST:

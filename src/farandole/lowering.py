@@ -5,8 +5,7 @@ The rules, one per step of the schedule, for each rank:
 1. What it sends becomes publications. Slots that it sends to every other rank in that step are published once, on its
    shared channel, and read by all; others once per reader.
 2. All that arrives in one slot becomes one combination of all its operands, so that each block of memory passes once,
-   and 16-bit floats are rounded once. Two arrivals from the same peer cannot be read side by side from one queue, so the
-   second starts a further combination.
+   and 16-bit floats are rounded once.
 3. Slots that the collective promises but that never change are copied from input to output.
 
 Order on a channel must be the same at both ends. A reader takes publications in the order of its combinations: by step, then by
@@ -114,18 +113,12 @@ def _shared_sources(schedule: Schedule, rows: list[list[int]], assignments: list
 
 
 def _readers_agree(rows: list[list[int]], assignments: list[Assignment], shared: set[tuple[int, int]]) -> bool:
-    """Whether every reader takes each rank's shared publications in one and the same order, and none twice at once."""
+    """Whether every reader takes each rank's shared publications in one and the same order."""
     order: dict[tuple[int, int], list[int]] = {}
     for assignment in assignments:
-        seen: set[int] = set()
         for index in assignment.transfers:
             _, src, slot, dst, _, _ = rows[index]
-            if src == dst:
-                continue
-            if src in seen:
-                return False
-            seen.add(src)
-            if (src, slot) in shared:
+            if src != dst and (src, slot) in shared:
                 order.setdefault((src, dst), []).append(slot)
     agreed: dict[int, list[int]] = {}
     return all(agreed.setdefault(src, slots) == slots for (src, _), slots in order.items())
@@ -159,19 +152,10 @@ class _Builder:
 
     def combine(self, assignment: Assignment, rows: list[list[int]], shared: set[tuple[int, int]]) -> None:
         operands: list[Remote | Local] = [Local(self._current(assignment.slot))] if assignment.keeps_old else []
-        place = self._home(assignment.slot)
-        peers: set[int] = set()
         for index in assignment.transfers:
             _, src, slot, dst, _, _ = rows[index]
-            if src == dst:
-                operands.append(Local(self._current(slot)))
-                continue
-            if src in peers:
-                self._append_combine(place, assignment.value, operands, completes=False)
-                operands, peers = [Local(place)], set()
-            peers.add(src)
-            operands.append(Remote(src, (src, slot) in shared))
-        self._append_combine(place, assignment.value, operands, completes=assignment.completes)
+            operands.append(Local(self._current(slot)) if src == dst else Remote(src, (src, slot) in shared))
+        self._append_combine(self._home(assignment.slot), assignment.value, operands, completes=assignment.completes)
         self.written.add(assignment.slot)
 
     def finish(self) -> Program:
@@ -182,7 +166,12 @@ class _Builder:
                 operands: list[Remote | Local] = [Local(self._current(slot))]
                 self._append_combine(self._home(slot), value, operands, completes=False)
         return Program(
-            self.rank, self.schedule.world_size, tuple(self.operations), len(self.work_slots), self._num_sizes()
+            rank=self.rank,
+            world_size=self.schedule.world_size,
+            operations=tuple(self.operations),
+            num_work_slots=len(self.work_slots),
+            num_sizes=self._num_sizes(),
+            equal_sizes=self.schedule.collective == "all_to_all",
         )
 
     def _append_combine(

@@ -91,6 +91,7 @@ def bind(
         input_offset=inputs * itemsize,
         output_offset=outputs * itemsize,
         num_work_slots=program.num_work_slots,
+        equal_sizes=program.equal_sizes,
         rank=ranks[program.rank],
         world_size=world_size,
         max_segment_bytes=max_segment_bytes,

@@ -10,7 +10,8 @@ Publications travel through *channels*: one per ordered pair of ranks, and one p
 channel). A channel is a queue with room for a few segments; a publication waits for room, a combination waits for data.
 
 Operations are listed in program order, but only two things order them: each channel carries its publications in that order,
-and an operation waits for those in its ``after``. Everything else may overlap, segment by segment.
+and an operation waits for those in its ``after``: segment by segment if both are of one size, else for the whole.
+Everything else may overlap.
 
 A *place* is a slot in one of three regions: the caller's input, the caller's output, or work memory. Input and output may
 be the same memory; then slot s of both is the same place.
@@ -98,6 +99,8 @@ class Program(NamedTuple):
         operations: in program order.
         num_work_slots: slots of work memory that it uses.
         num_sizes: length of the table of sizes that it indexes.
+        equal_sizes: True if all sizes are equal whenever it matters, so that waiting is always segment by segment. So it is in
+            all_to_all: input and output share memory only if all parts are equal, and data is passed on only then.
     """
 
     rank: int
@@ -105,3 +108,4 @@ class Program(NamedTuple):
     operations: tuple[Operation, ...]
     num_work_slots: int
     num_sizes: int
+    equal_sizes: bool

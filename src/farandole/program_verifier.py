@@ -208,9 +208,10 @@ class _Run:
         segment = self.done[rank][index]
         if segment == self.segments:
             return False
-        operations = self.programs[rank].operations
+        program = self.programs[rank]
         for earlier in operation.after:
-            needed = segment + 1 if operations[earlier].size == operation.size else self.segments
+            segmentwise = program.equal_sizes or program.operations[earlier].size == operation.size
+            needed = segment + 1 if segmentwise else self.segments
             if self.done[rank][earlier] < needed:
                 return False
         for channel, turn in self.turn[rank][index].items():

@@ -148,8 +148,9 @@ class Schedule:
     def _require_sane_header(self) -> None:
         for field, minimum in (("world_size", 1), ("num_chunks", 1), ("num_scratch", 0), ("root", 0)):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < minimum:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
                 raise MalformedScheduleError(f"{field} is {value!r}; it must be an integer >= {minimum}")
+            setattr(self, field, int(value))
         if self.root >= self.world_size:
             raise MalformedScheduleError(f"root is {self.root}, but the ranks are 0..{self.world_size - 1}")
 
@@ -166,13 +167,18 @@ class Schedule:
 
 
 def _as_rows(transfers: Iterable[Transfer | tuple[int, ...]] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-    wide = transfers if isinstance(transfers, np.ndarray) else np.array(list(transfers), dtype=np.int64)
+    rows = transfers if isinstance(transfers, np.ndarray) else list(transfers)
+    try:
+        wide = np.asarray(rows)
+    except (ValueError, OverflowError) as error:
+        raise MalformedScheduleError(f"transfers must be rows of {len(COLUMNS)} integers: {error}") from error
     if wide.size == 0:
         return np.empty((0, len(COLUMNS)), dtype=np.int32)
     if wide.ndim != 2 or wide.shape[1] != len(COLUMNS) or wide.dtype.kind not in "iu":
         raise MalformedScheduleError(
-            f"transfers have shape {wide.shape} and dtype {wide.dtype}; each must be {len(COLUMNS)} integers: {', '.join(COLUMNS)}"
+            f"transfers have shape {wide.shape} and dtype {wide.dtype}; each must be {len(COLUMNS)} integers: "
+            f"{', '.join(COLUMNS)}"
         )
-    if np.abs(wide).max() > np.iinfo(np.int32).max:
+    if wide.max() > np.iinfo(np.int32).max or wide.min() < np.iinfo(np.int32).min:
         raise MalformedScheduleError("a transfer holds a number that does not fit 32 bits")
     return wide.astype(np.int32)

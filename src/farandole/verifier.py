@@ -181,9 +181,13 @@ def interpret(schedule: Schedule) -> Interpretation:
                 if old == NOTHING:
                     raise _adds_to_nothing(schedule, transfers[0])
                 operands.insert(0, old)
+            senders = {rows[transfers[0]][1]}
             for index in transfers[1:]:
                 if not rows[index][5]:
                     raise _replaces_twice(schedule, transfers[0], index)
+                if rows[index][1] in senders:
+                    raise _arrives_twice(schedule, index)
+                senders.add(rows[index][1])
             value = _fold(schedule, values, operands, transfers)
             completes = len(operands) > 1 and values.ranks[value] == everyone
             completes = completes and all(values.ranks[operand] != everyone for operand in operands)
@@ -224,15 +228,11 @@ def _require_promise_kept(interpretation: Interpretation) -> None:
             held = _name_chunk(interpretation.schedule, values.chunk[value])
             wanted = _name_chunk(interpretation.schedule, chunk)
             raise _ends_wrong(interpretation, rank, slot, f"holds {held} in place of {wanted}")
-        expected = sum(1 << contributor for contributor in contributors)
         missing = [r for r in contributors if not values.ranks[value] >> r & 1]
         if missing:
             raise _ends_wrong(interpretation, rank, slot, f"lacks the contribution of {_name_ranks(missing)}", missing[0])
         if promise.duplicates_allowed:
             continue
-        if values.ranks[value] != expected:
-            extra = [r for r in range(interpretation.schedule.world_size) if (values.ranks[value] & ~expected) >> r & 1]
-            raise _ends_wrong(interpretation, rank, slot, f"holds a contribution of {_name_ranks(extra)} that it must not")
         if values.doubled[value]:
             twice = (values.doubled[value] & -values.doubled[value]).bit_length() - 1
             count = values.times(value, twice)
@@ -323,6 +323,17 @@ def _replaces_twice(schedule: Schedule, first: int, index: int) -> VerificationE
     return VerificationError(
         f"{_describe(schedule, index)}, and transfer {first} writes the same slot in the same step; only the first may replace, "
         f"the others must reduce, or go into another step",
+        rank=transfer.dst,
+        chunk=transfer.dst_slot,
+        transfer=index,
+    )
+
+
+def _arrives_twice(schedule: Schedule, index: int) -> VerificationError:
+    transfer = schedule.transfer(index)
+    return VerificationError(
+        f"{_describe(schedule, index)}, and an earlier transfer of the same step brings something else from rank {transfer.src} "
+        f"into the same slot; put one of them into a step of its own",
         rank=transfer.dst,
         chunk=transfer.dst_slot,
         transfer=index,

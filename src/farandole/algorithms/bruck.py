@@ -56,7 +56,7 @@ def all_to_all(world_size: int) -> Schedule:
                 continue
             starts = _first_hop(distance) == hop
             arrives = distance < 2 * hop
-            home_is_free = _first_hop(world_size - distance) <= hop
+            home_is_free = _first_hop(world_size - distance) < hop
             if arrives and not home_is_free:
                 waiting.add(distance)
             for rank in range(world_size):

@@ -149,5 +149,5 @@ def send(world_size: int = 2) -> Schedule:
 
 
 def _all_into(world_size: int, dst: int, slot: int) -> list[Transfer]:
-    """All contributions to one slot of ``dst``, in the order of ranks. Rank 0's own comes first, and is there already."""
+    """All contributions to one slot of ``dst``, in the order of ranks; rank 0's own is there already."""
     return [Transfer(0, src, slot, dst, slot, src > 0) for src in range(world_size) if (src, dst) != (0, 0)]

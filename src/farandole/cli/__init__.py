@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -16,17 +18,42 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="farandole",
-    help="Collective communication for distributed training: run it, prove it, draw it, measure it.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-)(run)
+# What follows the program belongs to the program: run takes no option behind it.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(verify)
 app.command()(draw)
 app.command()(bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"farandole {version('farandole')}")
+        raise typer.Exit
+
+
+@app.callback()
+def farandole(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Collective communication for distributed training: run it, prove it, draw it, measure it.
+
+    Examples:
+
+        farandole run -n 4 train.py
+
+        farandole verify ring --ranks 8
+
+        farandole draw ring --ranks 4
+
+        farandole bench -n 2 --collective all_reduce
+    """
 
 
 def main() -> None:

@@ -7,36 +7,43 @@ from typing import Annotated
 
 import typer
 
-from farandole.launch import run_processes
+from farandole.launch import JobResult, run_processes
 
-__all__ = ["run"]
+__all__ = ["report_failure", "run"]
 
 
 def run(
     command: Annotated[list[str], typer.Argument(help="A Python script, or any program, with its arguments.")],
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks to start.")] = 2,
-    module: Annotated[bool, typer.Option("-m", "--module", help="The command is a Python module, as in python -m.")] = False,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="The command is a Python module, as in python -m.")
+    ] = False,
     prefix: Annotated[bool, typer.Option("--prefix", help="Put the rank before every line of output.")] = False,
 ) -> None:
     """Run a program on several ranks of this machine; one that fails ends all.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK and the job's rendezvous in its environment, and calls farandole.init().
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK and the job's rendezvous in its environment, and calls
+    farandole.init(). Options of farandole run come before the program; all that follows it is the program's own.
 
     Examples:
 
         farandole run -n 4 train.py --epochs 3
-
         farandole run -n 2 --prefix -m my_package.train
-
         farandole run -n 2 -- ./my_program --its-own-option
     """
     result = run_processes(command, ranks, module=module, on_line=_print_line if prefix else None)
-    if result.failure is not None:
-        failure = result.failure
-        print(f"farandole: rank {failure.rank} of {ranks} {failure.reason}; all ranks were ended", file=sys.stderr)
-        if failure.traceback:
-            print(failure.traceback, file=sys.stderr, end="")
+    report_failure(result, ranks)
     raise typer.Exit(result.exit_code)
+
+
+def report_failure(result: JobResult, ranks: int) -> None:
+    """Say on stderr which rank failed first, and how; nothing if none did."""
+    failure = result.failure
+    if failure is None:
+        return
+    print(f"farandole: rank {failure.rank} of {ranks} {failure.reason}; all ranks were ended", file=sys.stderr)
+    if failure.traceback:
+        print(failure.traceback, file=sys.stderr, end="")
 
 
 def _print_line(rank: int, stream: str, line: bytes) -> None:

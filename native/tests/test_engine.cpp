@@ -1,0 +1,308 @@
+// Whole calls, with the ranks as threads on one mapping: the programs that the lowering makes for a ring and for a one-step
+// exchange, written out by hand, on sizes that are uneven, empty, and cut into many segments.
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "engine.hpp"
+
+namespace farandole {
+namespace {
+
+using Columns = ProgramColumns;
+
+// A program as its columns, built operation by operation.
+struct Program {
+  std::vector<Columns::Operation> operations;
+  std::vector<Columns::Operand> operands;
+  std::vector<std::int32_t> operand_ends, after, after_ends;
+
+  void publish(std::int32_t region, std::int32_t slot, std::int32_t reader,
+               const std::vector<std::int32_t>& waits_for = {}) {
+    append({region, slot, slot, reader, 0}, {}, waits_for);
+  }
+  void combine(std::int32_t slot, const std::vector<Columns::Operand>& sources, bool completes,
+               const std::vector<std::int32_t>& waits_for = {}) {
+    append({1, slot, slot, Columns::kCombine, completes ? 1 : 0}, sources, waits_for);
+  }
+  std::int32_t last() const { return static_cast<std::int32_t>(operations.size()) - 1; }
+
+ private:
+  void append(const Columns::Operation& operation, const std::vector<Columns::Operand>& sources,
+              const std::vector<std::int32_t>& waits_for) {
+    operations.push_back(operation);
+    operands.insert(operands.end(), sources.begin(), sources.end());
+    operand_ends.push_back(static_cast<std::int32_t>(operands.size()));
+    after.insert(after.end(), waits_for.begin(), waits_for.end());
+    after_ends.push_back(static_cast<std::int32_t>(after.size()));
+  }
+};
+
+Columns::Operand local(std::int32_t region, std::int32_t slot) {
+  return {Columns::kLocal, 0, region, slot};
+}
+Columns::Operand from(std::int32_t peer, bool shared) { return {peer, shared ? 1 : 0, 0, 0}; }
+
+Program ring_all_reduce(std::int32_t rank, std::int32_t n) {
+  Program program;
+  const std::int32_t right = (rank + 1) % n;
+  const std::int32_t left = (rank + n - 1) % n;
+  std::vector<std::int32_t> written(static_cast<std::size_t>(n), -1);
+  std::vector<std::int32_t> published(static_cast<std::size_t>(n), -1);
+  for (std::int32_t step = 0; step < 2 * (n - 1); ++step) {
+    const auto sent = static_cast<std::size_t>((rank - step + 2 * n) % n);
+    const auto arriving = static_cast<std::size_t>((rank - step - 1 + 2 * n) % n);
+    const auto sent_slot = static_cast<std::int32_t>(sent);
+    const auto arriving_slot = static_cast<std::int32_t>(arriving);
+    if (written[sent] < 0) {
+      program.publish(0, sent_slot, right);
+    } else {
+      program.publish(1, sent_slot, right, {written[sent]});
+    }
+    published[sent] = program.last();
+    std::vector<std::int32_t> waits_for;
+    if (published[arriving] >= 0) waits_for.push_back(published[arriving]);
+    if (step < n - 1) {
+      program.combine(arriving_slot, {local(0, arriving_slot), from(left, false)}, step == n - 2,
+                      waits_for);
+    } else {
+      program.combine(arriving_slot, {from(left, false)}, false, waits_for);
+    }
+    written[arriving] = program.last();
+  }
+  if (n == 1) program.combine(0, {local(0, 0)}, false);
+  return program;
+}
+
+Program one_shot_all_reduce(std::int32_t rank, std::int32_t n) {
+  Program program;
+  if (n > 1) program.publish(0, 0, n > 2 ? Columns::kEveryone : 1 - rank);
+  std::vector<Columns::Operand> sources;
+  for (std::int32_t peer = 0; peer < n; ++peer) {
+    sources.push_back(peer == rank ? local(0, 0) : from(peer, n > 2));
+  }
+  program.combine(0, sources, n > 1, n > 1 ? std::vector<std::int32_t>{0} : std::vector<std::int32_t>{});
+  return program;
+}
+
+using MakeProgram = Program (*)(std::int32_t rank, std::int32_t n);
+
+std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::int64_t>& counts,
+                           std::uint32_t rank, const Geometry& geometry) {
+  std::vector<std::int64_t> bytes;
+  std::vector<std::int64_t> offsets;
+  std::int64_t offset = 0;
+  for (const std::int64_t count : counts) {
+    bytes.push_back(count * 4);
+    offsets.push_back(offset);
+    offset += count * 4;
+  }
+  const Columns columns{program.operations, program.operands, program.operand_ends, program.after,
+                        program.after_ends, false};
+  return std::make_shared<Plan>(columns, Layout{bytes, offsets, offsets, 0}, rank,
+                                geometry.world_size, geometry.slot_bytes, 4);
+}
+
+std::vector<std::int64_t> split(std::int64_t count, std::int64_t parts) {
+  std::vector<std::int64_t> counts;
+  for (std::int64_t i = 0; i < parts; ++i) counts.push_back(count / parts + (i < count % parts));
+  return counts;
+}
+
+std::int32_t element(std::uint32_t rank, std::size_t i, int round) {
+  return static_cast<std::int32_t>(rank * 1'000'003 + i * 17 + static_cast<std::size_t>(round) * 7);
+}
+
+Call make_call(std::shared_ptr<Plan> plan, std::vector<std::int32_t>& buffer) {
+  Call call;
+  call.plan = std::move(plan);
+  call.input = reinterpret_cast<const std::byte*>(buffer.data());
+  call.output = reinterpret_cast<std::byte*>(buffer.data());
+  call.combine = find_combine(DType::int32, ReduceOp::sum);
+  call.fingerprint = 42;
+  call.timeout = std::chrono::minutes(2);
+  return call;
+}
+
+// One thread per rank, each with an engine of its own on the shared mapping.
+void on_all_ranks(const std::shared_ptr<Arena>& arena, const std::function<void(Engine&)>& body) {
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < arena->geometry().world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Engine engine(arena, rank, {}, 50);
+      body(engine);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+void test_all_reduce(MakeProgram make_program, std::uint32_t n, std::int64_t num_chunks,
+                     std::int64_t count, bool background) {
+  const auto arena = Arena::create({n, 2, 16 * 1024, 7});
+  std::atomic<std::size_t> wrong{0};
+  std::atomic<std::uint64_t> sent{0};
+  std::atomic<std::uint64_t> received{0};
+  on_all_ranks(arena, [&](Engine& engine) {
+    const std::uint32_t rank = engine.rank();
+    const auto plan = bind_plan(make_program(static_cast<std::int32_t>(rank), static_cast<std::int32_t>(n)),
+                           split(count, num_chunks), rank, arena->geometry());
+    constexpr int kRounds = 5;
+    std::vector<std::vector<std::int32_t>> buffers(kRounds);
+    std::vector<std::shared_ptr<Work>> works;
+    for (int round = 0; round < kRounds; ++round) {
+      auto& buffer = buffers[static_cast<std::size_t>(round)];
+      for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+        buffer.push_back(element(rank, i, round));
+      }
+      const Call call = make_call(plan, buffer);
+      // The last call of a background run is synchronous: it must come after all the others.
+      if (background && round + 1 < kRounds) {
+        works.push_back(engine.submit(call));
+        continue;
+      }
+      const Receipt receipt = engine.run(call, {});
+      wrong += receipt.status != Abort::none;
+      sent += receipt.bytes_sent;
+      received += receipt.bytes_received;
+    }
+    for (const auto& work : works) {
+      while (!work->wait_for(std::chrono::seconds(1))) {
+      }
+      wrong += work->receipt().status != Abort::none;
+      sent += work->receipt().bytes_sent;
+      received += work->receipt().bytes_received;
+    }
+    for (int round = 0; round < kRounds; ++round) {
+      for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
+        std::int64_t sum = 0;
+        for (std::uint32_t peer = 0; peer < n; ++peer) sum += element(peer, i, round);
+        wrong += buffers[static_cast<std::size_t>(round)][i] != static_cast<std::int32_t>(sum);
+      }
+    }
+  });
+  testing::check_equal(wrong.load(), std::size_t{0});
+  testing::check_equal(sent.load(), received.load());
+  const std::uint64_t volume = (num_chunks == 1 ? n : 2) * std::uint64_t{n - 1} * 4 * 5;
+  testing::check_equal(sent.load(), volume * static_cast<std::uint64_t>(count));
+}
+
+// Rank 0 calls with a fingerprint or a size of its own: every rank must hear of it, whoever finds it.
+void test_mismatch(bool other_size) {
+  const auto arena = Arena::create({3, 2, 16 * 1024, 7});
+  std::atomic<std::size_t> found{0};
+  on_all_ranks(arena, [&](Engine& engine) {
+    const bool differs = engine.rank() == 0;
+    const std::int64_t count = differs && other_size ? 90'001 : 90'000;
+    const auto plan = bind_plan(ring_all_reduce(static_cast<std::int32_t>(engine.rank()), 3),
+                           split(count, 3), engine.rank(), arena->geometry());
+    std::vector<std::int32_t> buffer(static_cast<std::size_t>(count));
+    Call call = make_call(plan, buffer);
+    if (differs && !other_size) call.fingerprint = 43;
+    found += engine.run(call, {}).status == Abort::mismatch;
+    found += engine.run(call, {}).status == Abort::mismatch;  // and at every later call
+  });
+  testing::check_equal(found.load(), std::size_t{6});
+}
+
+void test_absence(Abort expected) {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  Receipt receipt;
+  on_all_ranks(arena, [&](Engine& engine) {
+    if (engine.rank() == 1) {
+      if (expected == Abort::timeout) {
+        while (engine.aborted().first == Abort::none) std::this_thread::yield();
+      }
+      if (expected == Abort::requested) engine.abort(Abort::requested, 1);
+      return;  // the engine is closed
+    }
+    const auto plan = bind_plan(ring_all_reduce(0, 2), {30'000, 30'000}, 0, arena->geometry());
+    std::vector<std::int32_t> buffer(60'000);
+    Call call = make_call(plan, buffer);
+    if (expected == Abort::timeout) call.timeout = std::chrono::milliseconds(1);
+    receipt = engine.run(call, {});
+  });
+  testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(expected));
+  testing::check_equal(receipt.subject, expected == Abort::timeout ? 0U : 1U);
+}
+
+void test_interruption() {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  Engine engine(arena, 0, {}, 5);
+  const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
+  std::vector<std::int32_t> buffer(20);
+  const Receipt receipt = engine.run(make_call(plan, buffer), [] { return true; });
+  testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::interrupted));
+}
+
+void test_close_with_work() {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  Engine engine(arena, 0, {}, 5);
+  const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
+  std::vector<std::int32_t> buffer(20);
+  const auto first = engine.submit(make_call(plan, buffer));
+  const auto second = engine.submit(make_call(plan, buffer));
+  engine.close();
+  testing::check(first->is_done() && second->is_done(), "close ends what still waits");
+  testing::check_equal(static_cast<int>(second->receipt().status),
+                       static_cast<int>(Abort::requested));
+  const auto late = engine.submit(make_call(plan, buffer));
+  testing::check(late->is_done(), "nothing starts after close");
+}
+
+void test_plan_refuses() {
+  const auto refuses = [](const Program& program, const std::vector<std::int64_t>& counts) {
+    try {
+      bind_plan(program, counts, 0, {2, 2, 64, 0});
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  Program to_itself;
+  to_itself.publish(0, 0, 0);
+  testing::check(refuses(to_itself, {4}), "a publication to itself");
+  Program to_nobody;
+  to_nobody.publish(0, 0, 2);
+  testing::check(refuses(to_nobody, {4}), "a publication to a rank that is not there");
+  Program no_slot;
+  no_slot.publish(0, 1, 1);
+  testing::check(refuses(no_slot, {4}), "a slot that is not there");
+  Program no_work;
+  no_work.publish(2, 0, 1);
+  testing::check(refuses(no_work, {4}), "a work slot that is not there");
+  Program waits_for_itself;
+  waits_for_itself.publish(0, 0, 1, {0});
+  testing::check(refuses(waits_for_itself, {4}), "an operation that waits for itself");
+  testing::check(refuses(one_shot_all_reduce(0, 2), {-4}), "a negative size");
+}
+
+}  // namespace
+}  // namespace farandole
+
+int main() {
+  using namespace farandole;
+  test_plan_refuses();
+  for (const bool background : {false, true}) {
+    for (std::uint32_t n = 1; n <= 5; ++n) {
+      for (const std::int64_t count : {0, 1, 3, 5, 4096, 8191, 50'021}) {
+        test_all_reduce(ring_all_reduce, n, n, count, background);
+        if (n > 1) test_all_reduce(one_shot_all_reduce, n, 1, count, background);
+      }
+    }
+  }
+  test_mismatch(false);
+  test_mismatch(true);
+  test_absence(Abort::timeout);
+  test_absence(Abort::peer_lost);
+  test_absence(Abort::requested);
+  test_interruption();
+  test_close_with_work();
+  return testing::report();
+}

@@ -1,0 +1,133 @@
+"""The ALGORITHM argument of the commands: the name of an algorithm, or a function in a Python file.
+
+``ring`` is every collective that has an algorithm of that name. ``plans/mine.py:all_reduce`` is the function
+``all_reduce`` of that file; it is called with the world size, and with the root if it takes one as its second argument,
+and returns a `Schedule`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from farandole.algorithms import ALGORITHMS, ROOTED, build, names
+from farandole.errors import ArgumentError
+from farandole.schedule import Schedule
+
+__all__ = ["CollectiveOption", "RanksOption", "RootOption", "is_file", "load_function", "schedules_of"]
+
+RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks.")]
+CollectiveOption = Annotated[
+    str | None,
+    typer.Option("-c", "--collective", metavar="NAME", help=f"Only this collective: {', '.join(ALGORITHMS)}."),
+]
+RootOption = Annotated[
+    int | None,
+    typer.Option("--root", min=0, metavar="R", help=f"Root of {', '.join(sorted(ROOTED))}.", show_default="0"),
+]
+
+
+def schedules_of(
+    algorithm: str | None, world_size: int, *, collective: str | None = None, root: int | None = None
+) -> list[Schedule]:
+    """The schedules that an ALGORITHM argument means, in the order of `ALGORITHMS`.
+
+    Args:
+        algorithm: a name, PATH.py:FUNCTION, or None for every algorithm there is.
+        world_size: number of ranks.
+        collective: only this one; None takes all that have the algorithm.
+        root: for the collectives that have one; None is rank 0.
+
+    Raises:
+        ArgumentError: no such algorithm, file or function; or what the function returns is not the schedule asked for.
+        MalformedScheduleError: there is no such collective, or it has no algorithm of that name.
+    """
+    if algorithm is not None and is_file(algorithm):
+        return [_call(load_function(algorithm), algorithm, world_size, collective, root)]
+    if collective is not None:
+        chosen = [(collective, name) for name in ([algorithm] if algorithm else names(collective))]
+    else:
+        pairs = [(c, name) for c in ALGORITHMS for name in names(c) if algorithm in (None, name)]
+        if not pairs:
+            known = sorted({name for by_name in ALGORITHMS.values() for name in by_name})
+            raise ArgumentError(
+                f"there is no algorithm named {algorithm!r}; known are {', '.join(known)}, or give PATH.py:FUNCTION"
+            )
+        # Where a whole list is asked for, what cannot be on this world is left out.
+        chosen = [(c, name) for c, name in pairs if c != "send" or world_size == 2] or pairs
+        if root and not any(c in ROOTED for c, _ in chosen):
+            raise ArgumentError(f"root is {root}, but {algorithm} has a root in no collective")
+    is_list = collective is None
+    return [build(c, name, world_size, 0 if is_list and c not in ROOTED else root or 0) for c, name in chosen]
+
+
+def is_file(algorithm: str) -> bool:
+    """Whether the argument names a function in a file, not an algorithm of `ALGORITHMS`."""
+    return ":" in algorithm or algorithm.endswith(".py")
+
+
+def load_function(algorithm: str) -> Callable[..., Any]:
+    """The function that PATH.py:FUNCTION names. The file is executed, with its folder on sys.path as for a script.
+
+    Raises:
+        ArgumentError: the file or the function does not exist.
+    """
+    path_text, _, function_name = algorithm.rpartition(":") if ":" in algorithm else (algorithm, "", "")
+    path = Path(path_text)
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {path_text!r}; ALGORITHM is a name, or PATH.py:FUNCTION")
+    module_name = f"farandole_algorithm_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ArgumentError(f"{path_text} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    function = getattr(module, function_name, None) if function_name else None
+    if not callable(function):
+        own = [name for name, value in vars(module).items() if _is_own_function(value, module_name)]
+        problem = f"has no function {function_name!r}" if function_name else "needs the name of a function behind it"
+        there = f"; it has {', '.join(own)}" if own else "; it has none at all"
+        raise ArgumentError(f"{path_text} {problem}{there}. Write {path_text}:{own[0] if own else 'FUNCTION'}")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _is_own_function(value: object, module_name: str) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module_name and not value.__name__.startswith("_")
+
+
+def _call(
+    function: Callable[..., Any], described: str, world_size: int, collective: str | None, root: int | None
+) -> Schedule:
+    takes_root = _takes_root(function)
+    if root and not takes_root:
+        raise ArgumentError(
+            f"root is {root}, but {described} takes the world size alone; give it a second argument, root"
+        )
+    schedule = function(world_size, root or 0) if takes_root else function(world_size)
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"{described} returned {schedule!r:.60}; it must return a farandole.Schedule")
+    if schedule.world_size != world_size:
+        raise ArgumentError(
+            f"{described} was asked for {world_size} ranks and returned a schedule of {schedule.world_size}"
+        )
+    if collective is not None and schedule.collective != collective:
+        raise ArgumentError(f"{described} returned a schedule for {schedule.collective}, not for {collective}")
+    return schedule
+
+
+def _takes_root(function: Callable[..., Any]) -> bool:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind in positional]
+    # A second argument with a default and another name (num_chunks, say) is the function's own business.
+    return len(parameters) > 1 and (parameters[1].name == "root" or parameters[1].default is inspect.Parameter.empty)

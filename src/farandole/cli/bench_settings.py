@@ -1,0 +1,94 @@
+"""What ``farandole bench`` asks of its ranks, and what they answer: plain data, sent as JSON.
+
+busbw = algbw times a factor, so that busbw can be compared across N. The factors are those of nccl-tests: see its
+doc/PERFORMANCE.md and, for gather and scatter, the code of those tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["BUSBW_FACTORS", "COLLECTIVES", "Measurement", "Row", "Settings"]
+
+
+def _twice_others(num_ranks: int) -> float:
+    return 2 * (num_ranks - 1) / num_ranks
+
+
+def _others(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def _one(num_ranks: int) -> float:
+    return 1.0
+
+
+BUSBW_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": _twice_others,
+    "reduce_scatter": _others,
+    "all_gather": _others,
+    "all_to_all": _others,
+    "broadcast": _one,
+    "reduce": _one,
+    "gather": _others,
+    "scatter": _others,
+    "barrier": _one,
+}
+"""collective -> function from N to busbw / algbw."""
+
+COLLECTIVES = tuple(BUSBW_FACTORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        collective: one of `COLLECTIVES`.
+        counts: elements of the whole buffer, one per row; a multiple of N where each rank owns a part.
+        dtype, op, root: of each call.
+        algorithm: a name, PATH.py:FUNCTION, or None to let farandole choose.
+        iterations, warmup: timed calls, and calls before those.
+        check: whether to count wrong elements.
+    """
+
+    collective: str
+    counts: tuple[int, ...]
+    dtype: str
+    op: str
+    root: int
+    algorithm: str | None
+    iterations: int
+    warmup: int
+    check: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Times of one row, out-of-place or in-place.
+
+    Attributes:
+        median_s, p99_s: over the iterations, of the slowest rank in each.
+        num_wrong: wrong elements on all ranks together; None if there was no check, or nothing to check.
+    """
+
+    median_s: float
+    p99_s: float
+    num_wrong: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured for one size.
+
+    Attributes:
+        count: elements of the whole buffer.
+        algorithm: that ran.
+        out_of_place, in_place: None where the collective has no such form.
+    """
+
+    count: int
+    algorithm: str
+    out_of_place: Measurement | None
+    in_place: Measurement | None

@@ -1,0 +1,610 @@
+"""The command line: what each verb prints, what it refuses, and how it exits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import farandole.cli
+from farandole.algorithms import ALGORITHMS, names
+from farandole.cli import app, main
+from farandole.cli.algorithm_argument import schedules_of
+from farandole.cli.bench import counts_between, parse_size
+from farandole.cli.bench_check import PERIOD, contribution, count_wrong, describe_bound, numpy_dtype, reduced
+from farandole.cli.bench_settings import BUSBW_FACTORS, COLLECTIVES, Measurement, Row, Settings
+from farandole.cli.bench_worker import Bench, Buffers
+from farandole.dtypes import DTYPES, REDUCE_OPS, dtype_named, require_reducible
+from farandole.errors import ArgumentError, FarandoleError, MalformedScheduleError
+from farandole.launch import JobResult
+
+bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
+
+VERBS = ("run", "verify", "draw", "bench")
+
+PLANS = '''
+from farandole import Schedule, Transfer
+
+
+def chain(world_size):
+    """Right: up the chain, then down."""
+    last = world_size - 1
+    up = [Transfer(r, r, 0, r + 1, 0, True) for r in range(last)]
+    down = [Transfer(last + r, last - r, 0, last - r - 1, 0) for r in range(last)]
+    return Schedule("all_reduce", world_size, 1, up + down, name="chain")
+
+
+def deaf(world_size):
+    """Wrong: nobody hears of the result."""
+    return Schedule("all_reduce", world_size, 1, list(chain(world_size))[:-1], name="deaf")
+
+
+def star(world_size, root):
+    others = [r for r in range(world_size) if r != root]
+    return Schedule("broadcast", world_size, 1, [Transfer(0, root, 0, r, 0) for r in others], root=root, name="star")
+
+
+def number(world_size):
+    return 5
+
+
+def other_size(world_size):
+    return chain(world_size + 1)
+'''
+
+
+@pytest.fixture
+def plans(tmp_path):
+    path = tmp_path / "plans.py"
+    path.write_text(PLANS)
+    return path
+
+
+def invoke(*arguments, columns=80):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def run_command(*arguments, columns=100):
+    command = [sys.executable, "-m", "farandole", *map(str, arguments)]
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": str(columns)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+def exit_of_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["farandole", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    return exit_info.value.code
+
+
+# --- The command as a whole -------------------------------------------------------------------------------------------
+
+
+def test_version():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("farandole ")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples(verb):
+    result = invoke(verb, "--help")
+    assert result.exit_code == 0
+    examples = result.stdout.partition("Examples:")[2]
+    assert 2 <= examples.count(f"farandole {verb} ") <= 3
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_errors_of_farandole_are_one_message_and_exit_2(monkeypatch, capsys):
+    assert exit_of_main(monkeypatch, "verify", "rign") == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("farandole: there is no algorithm named 'rign'; known are bruck, circulant, direct")
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("verify", "ring", "--ranks", 0), ("draw",), ("bench", "-b", "8X"), ("fly",)])
+def test_usage_errors_exit_2(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+
+
+# --- The ALGORITHM argument -------------------------------------------------------------------------------------------
+
+
+def test_a_name_means_every_collective_that_has_it():
+    found = [schedule.collective for schedule in schedules_of("ring", 4)]
+    assert found == ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+    assert [s.collective for s in schedules_of("ring", 4, collective="reduce")] == ["reduce"]
+
+
+def test_no_name_means_all_that_can_be_on_this_world():
+    everything = [(collective, name) for collective in ALGORITHMS for name in names(collective)]
+    assert [(s.collective, s.name) for s in schedules_of(None, 2)] == everything
+    assert {s.collective for s in schedules_of(None, 3)} == set(ALGORITHMS) - {"send"}
+
+
+def test_a_root_goes_to_the_collectives_that_have_one():
+    roots = {schedule.collective: schedule.root for schedule in schedules_of("ring", 4, root=2)}
+    assert roots == {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0, "broadcast": 2, "reduce": 2}
+
+
+def test_a_function_in_a_file(plans):
+    (schedule,) = schedules_of(f"{plans}:chain", 3)
+    assert (schedule.name, schedule.world_size) == ("chain", 3)
+    (schedule,) = schedules_of(f"{plans}:star", 3, root=2)
+    assert schedule.root == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("rign", {}, "there is no algorithm named 'rign'"),
+        ("ring", {"collective": "scan"}, "collective is 'scan'; known are all_reduce"),
+        ("ring", {"collective": "gather"}, "there is no gather named 'ring'; known are naive, tree, direct"),
+        ("bruck", {"root": 1}, "root is 1, but bruck has a root in no collective"),
+        ("direct", {"collective": "all_reduce", "root": 1}, "root is 1, but all_reduce has no root"),
+        ("direct", {"collective": "send"}, "world_size is 4; send"),
+        ("gone.py:f", {}, "there is no file 'gone.py'"),
+        ("{plans}:gone", {}, "has no function 'gone'; it has chain, deaf, star, number, other_size"),
+        ("{plans}", {}, "needs the name of a function behind it; it has chain"),
+        ("{plans}:number", {}, "returned 5; it must return a farandole.Schedule"),
+        ("{plans}:other_size", {}, "was asked for 4 ranks and returned a schedule of 5"),
+        ("{plans}:chain", {"collective": "reduce"}, "returned a schedule for all_reduce, not for reduce"),
+        ("{plans}:chain", {"root": 1}, "root is 1, but .* takes the world size alone"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused_clearly(plans, algorithm, options, message):
+    with pytest.raises((ArgumentError, MalformedScheduleError), match=message):
+        schedules_of(algorithm.format(plans=plans), 4, **options)
+
+
+def test_a_file_that_is_no_python_file_is_refused(tmp_path):
+    (tmp_path / "plan.txt").write_text("")
+    with pytest.raises(ArgumentError, match=r"its name must end in \.py"):
+        schedules_of(f"{tmp_path}/plan.txt:f", 2)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_prints_costs_next_to_bounds():
+    result = invoke("verify", "ring", "-n", 4, "-c", "all_reduce", columns=150)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    row = words(next(line for line in lines if line.startswith("ring")))
+    assert row.startswith("ring proved 6 6 24 6/4 S = 1.5 S 6/4 S = 1.5 S")
+    assert "2(N-1) rounds; 2(N-1)/N·S sent per rank" in result.stdout
+    assert words(next(line for line in lines if line.startswith("lower bound"))) == "lower bound 2 6/4 S = 1.5 S"
+    assert lines[-1].startswith("1 proved")
+
+
+@pytest.mark.parametrize("columns", [80, 120, 150])
+@pytest.mark.parametrize("ranks", [1, 6, 24])
+def test_verify_of_everything_fits_the_terminal(ranks, columns):
+    result = invoke("verify", "-n", ranks, columns=columns)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert all(f"{collective} on {ranks} rank" in result.stdout for collective in set(ALGORITHMS) - {"send"})
+    assert "…" not in result.stdout
+
+
+def test_verify_as_json():
+    result = invoke("verify", "--ranks", 2, "--json")
+    assert result.exit_code == 0
+    outcomes = json.loads(result.stdout)
+    assert [(o["collective"], o["algorithm"]) for o in outcomes] == [(c, n) for c in ALGORITHMS for n in names(c)]
+    assert all(o["proved"] and o["counterexample"] is None and o["closed_form"] for o in outcomes)
+    assert set(outcomes[0]) == {
+        "collective",
+        "algorithm",
+        "world_size",
+        "root",
+        "proved",
+        "counterexample",
+        "num_steps",
+        "num_rounds",
+        "num_transfers",
+        "num_chunks",
+        "sent_share_of_S",
+        "received_share_of_S",
+        "bound_num_rounds",
+        "bound_share_of_S",
+        "closed_form",
+        "proof_s",
+        "hash",
+    }
+
+
+def test_verify_as_json_is_exact():
+    (outcome,) = json.loads(invoke("verify", "ring", "-n", 7, "-c", "all_reduce", "--json").stdout)
+    assert outcome["sent_share_of_S"] == outcome["received_share_of_S"] == outcome["bound_share_of_S"] == "12/7"
+    assert (outcome["num_rounds"], outcome["bound_num_rounds"]) == (12, 3)
+    (barrier,) = json.loads(invoke("verify", "dissemination", "-n", 5, "--json").stdout)
+    assert barrier["sent_share_of_S"] is None
+
+
+def test_verify_bounds_a_gather_by_what_the_root_receives():
+    (outcome,) = json.loads(invoke("verify", "direct", "-n", 4, "-c", "gather", "--root", 3, "--json").stdout)
+    assert (outcome["sent_share_of_S"], outcome["received_share_of_S"]) == ("1/4", "3/4")
+    assert outcome["bound_share_of_S"] == "3/4"
+    assert outcome["root"] == 3
+
+
+def test_verify_refuses_a_wrong_schedule_with_its_counterexample(plans):
+    result = invoke("verify", f"{plans}:deaf", "-n", 3)
+    assert result.exit_code == 1
+    text = words(result.stdout)
+    assert "0 proved, 1 refused" in text
+    assert "at the end, rank 0 chunk 0 lacks the contribution of ranks 1, 2" in text
+    assert "is, at the end, on" in text
+
+    result = invoke("verify", f"{plans}:deaf", "-n", 3, "--json")
+    assert result.exit_code == 1
+    (outcome,) = json.loads(result.stdout)
+    assert not outcome["proved"]
+    assert outcome["closed_form"] is None
+    assert (outcome["counterexample"]["rank"], outcome["counterexample"]["chunk"]) == (0, 0)
+    assert outcome["counterexample"]["path"]
+
+
+def test_verify_proves_a_schedule_from_a_file(plans):
+    result = invoke("verify", f"{plans}:chain", "-n", 5)
+    assert result.exit_code == 0
+    assert "chain" in result.stdout
+
+
+# --- draw -------------------------------------------------------------------------------------------------------------
+
+
+def test_draw_shows_every_step_and_the_proof():
+    result = invoke("draw", "ring", "--ranks", 3)
+    assert result.exit_code == 0
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[0] == "all_reduce ring on 3 ranks: 3 chunks, 4 steps, 12 transfers"
+    assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(4)]
+    assert "rank 0  chunk 2 +→ rank 1" in lines
+    assert "Proved: this is an all_reduce." in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_draw_one_step():
+    result = invoke("draw", "ring", "-n", 3, "--step", 2)
+    assert [line for line in result.stdout.splitlines() if line.startswith("step ")] == ["step 2"]
+    for step in (-1, 4):
+        assert "the steps are 0..3" in str(invoke("draw", "ring", "-n", 3, "--step", step).exception)
+
+
+def test_draw_takes_a_root():
+    result = invoke("draw", "tree", "-n", 5, "--root", 3)
+    assert result.stdout.startswith("broadcast tree on 5 ranks, root 3")
+
+
+def test_draw_a_wrong_schedule(plans):
+    result = invoke("draw", f"{plans}:deaf", "-n", 3)
+    assert result.exit_code == 1
+    assert "step 2" in result.stdout
+    assert "refused: deaf all_reduce on 3 ranks: at the end, rank 0 chunk 0 lacks" in words(result.stdout)
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def test_run_passes_options_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:])\n")
+    result = run_command("run", "--prefix", "-n", 2, script, "--own-option", "-n", "7", "--help")
+    assert result.returncode == 0, result.stderr
+    options = "['--own-option', '-n', '7', '--help']"
+    assert sorted(result.stdout.splitlines()) == [f"[0] 0 {options}", f"[1] 1 {options}"]
+
+
+def test_run_shows_the_traceback_of_the_rank_that_failed_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import farandole\n"
+        "communicator = farandole.init()\n"
+        "if communicator.rank == 1:\n"
+        "    raise ValueError('the dog ate it')\n"
+        "communicator.barrier()\n"
+    )
+    result = run_command("run", "-n", 2, script)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.count("ValueError: the dog ate it") == 1
+    assert "rank 1 of 2 raised an exception" in result.stderr
+
+
+def test_run_hands_out_the_exit_code_of_the_rank_that_failed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)\n")
+    result = run_command("run", "-n", 1, script)
+    assert result.returncode == 7
+    assert "rank 0 of 1 exited with code 7" in result.stderr
+
+
+# --- bench: what it asks for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64K", 65536), ("1m", 1 << 20), ("2 G", 2 << 30), ("3KiB", 3072), (8, 8)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+def test_sizes_are_rounded_up_to_whole_counts():
+    assert counts_between("all_reduce", 3, 4, 1, 64, 4) == (1, 4, 16)
+    assert counts_between("all_gather", 3, 4, 1, 64, 4) == (3, 6, 18)
+    assert counts_between("all_gather", 3, 8, 0, 8, 2) == (3,)
+    assert counts_between("barrier", 3, 4, 8, 64, 2) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-c", "send"], "collective is 'send'; it must be one of all_reduce"),
+        (["--root", "2"], "root is 2, but the ranks are 0..1"),
+        (["-b", "1K", "-e", "8"], "the sizes go from 1024 to 8 bytes"),
+        (["--dtype", "float8"], "dtype float8 cannot be communicated"),
+        (["--op", "band"], "band has no meaning for float32"),
+        (["--algorithm", "bruck"], "there is no all_reduce named 'bruck'"),
+        (["--algorithm", "{plans}:deaf"], "lacks the contribution"),
+    ],
+)
+def test_bench_refuses_what_cannot_work_before_it_starts(plans, monkeypatch, options, message):
+    monkeypatch.setattr(bench_module, "run_processes", lambda *_, **__: pytest.fail("a job was started"))
+    result = invoke("bench", *(option.format(plans=plans) for option in options))
+    assert isinstance(result.exception, FarandoleError)
+    assert message in str(result.exception)
+
+
+def test_busbw_factors_are_those_of_nccl_tests():
+    factors = {collective: BUSBW_FACTORS[collective](4) for collective in COLLECTIVES}
+    assert factors.pop("all_reduce") == 1.5
+    assert factors.pop("barrier") == 1
+    halves = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+    assert [factors.pop(collective) for collective in halves] == [0.75] * 5
+    assert factors == {"broadcast": 1, "reduce": 1}
+    text = words(invoke("bench", "--help").stdout)
+    assert "2(N-1)/N for all_reduce" in text
+    assert "busbw is a normalised figure" in text
+
+
+# --- bench: what it prints --------------------------------------------------------------------------------------------
+
+
+def with_rows(monkeypatch, *rows: Row, result: JobResult | None = None, noise: bytes = b"") -> None:
+    """Have the job's rank 0 report these rows."""
+
+    def run_processes(command, world_size, *, module, on_line):
+        if noise:
+            on_line(1, "stdout", noise)
+        for row in rows:
+            on_line(0, "stdout", json.dumps(asdict(row)).encode())
+        return result or JobResult()
+
+    monkeypatch.setattr(bench_module, "run_processes", run_processes)
+
+
+RIGHT = Row(2, "one_shot", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 0))
+WRONG = Row(2, "one_shot", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 3))
+
+
+def test_bench_exits_0_if_all_is_right(monkeypatch):
+    with_rows(monkeypatch, RIGHT, noise=b"a warning")
+    result = invoke("bench", "-e", "8", columns=140)
+    assert result.exit_code == 0
+    row = words(result.stdout.splitlines()[-2])
+    assert row == "8 2 float32 sum - one_shot 1.000 2.000 0.01 0.01 0 2.000 3.000 0.00 0.00 0"
+    assert "# no wrong elements" in result.stdout
+    assert result.stderr == "[1] a warning\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_bench_exits_1_if_an_element_is_wrong(monkeypatch, options):
+    with_rows(monkeypatch, WRONG)
+    result = invoke("bench", "-e", "8", *options)
+    assert result.exit_code == 1
+    assert ('"num_wrong": 3' if options else "# 3 wrong elements") in result.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 160])
+@pytest.mark.parametrize("options", [[], ["-c", "broadcast", "--dtype", "complex128"], ["-a", "recursive_doubling"]])
+def test_bench_fits_the_terminal(monkeypatch, columns, options):
+    with_rows(monkeypatch, Row(1 << 30, "recursive_doubling", None, Measurement(100, 200, 0)))
+    result = invoke("bench", "-b", "4G", "-e", "4G", *options, columns=columns)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+
+
+def test_bench_says_loudly_that_one_rank_measures_nothing(monkeypatch):
+    with_rows(monkeypatch, RIGHT)
+    assert "NOTE: N = 1. Nothing travels between ranks" in words(invoke("bench", "-n", 1, "-e", "8").stdout)
+
+
+def test_bench_shows_machine_versions_command_and_bound(monkeypatch):
+    with_rows(monkeypatch, RIGHT)
+    monkeypatch.setattr(sys, "argv", ["farandole", "bench", "-e", "8", "-a", "a b.py:f"])
+    text = invoke("bench", "-e", "8", columns=140).stdout
+    assert "cores usable" in text
+    assert f"numpy {np.__version__}" in text
+    assert "# farandole bench -e 8 -a 'a b.py:f'" in text
+    assert "wrong: not exactly what it must be" in text
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_bench_measures_every_collective_on_two_ranks(collective):
+    options = ("-n", 2, "-e", "4K", "-f", 512, "--iterations", 2, "--warmup", 1)
+    result = run_command("bench", "--collective", collective, "--json", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    document = json.loads(result.stdout)
+    assert document["world_size"] == 2
+    sizes = [row["size_bytes"] for row in document["rows"]]
+    assert sizes == ([0] if collective == "barrier" else [8, 4096])
+    for row in document["rows"]:
+        assert row["algorithm"] in names(collective)
+        assert (row["out_of_place"] is None) == (collective == "broadcast")
+        assert (row["in_place"] is None) == (collective == "barrier")
+        for form in (row["out_of_place"], row["in_place"]):
+            if form is not None:
+                assert form["num_wrong"] == (None if collective == "barrier" else 0)
+                assert 0 < form["median_s"] <= form["p99_s"]
+                assert form["busbw_bytes_per_s"] == form["algbw_bytes_per_s"] * document["busbw_factor"]
+
+
+def test_bench_runs_an_algorithm_from_a_file(plans):
+    result = run_command("bench", "-e", "1K", "-f", 16, "-i", 1, "-w", 0, "-a", f"{plans}:chain")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line and not line.startswith("#")]
+    assert [row[2] for row in rows[1:] if row[0].isdigit()] == ["chain"] * 2
+    assert "# no wrong elements" in result.stdout
+
+
+def test_bench_of_a_rank_that_fails_says_which_and_why(plans):
+    with plans.open("a") as file:
+        file.write("import os\nif os.environ.get('RANK') == '1':\n    raise RuntimeError('no plan today')\n")
+    result = run_command("bench", "-n", 2, "-e", "8", "-a", f"{plans}:chain")
+    assert result.returncode == 1
+    assert "rank 1 of 2 raised an exception" in result.stderr
+    assert result.stderr.count("RuntimeError: no plan today") == 1
+    assert "wrong elements" not in result.stdout
+
+
+# --- bench: its check -------------------------------------------------------------------------------------------------
+
+REDUCTIONS = [
+    (dtype, op)
+    for dtype in DTYPES
+    for op in REDUCE_OPS
+    if not (dtype == "bool" and op == "avg")
+    and not (dtype.startswith(("float", "bfloat", "complex")) and op in ("band", "bor", "bxor"))
+    and not (dtype.startswith("complex") and op in ("min", "max"))
+]
+
+
+def computed(contributions: list[np.ndarray], op: str) -> np.ndarray:
+    """As an engine might: one rank after the other, rounded to the dtype each time."""
+    functions = {
+        "sum": np.add,
+        "avg": np.add,
+        "prod": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }
+    dtype = contributions[0].dtype
+    total = contributions[0]
+    with np.errstate(over="ignore"):
+        for more in contributions[1:]:
+            total = functions[op](total, more).astype(dtype)
+    if op == "avg" and dtype.kind in "iu":
+        quotients = [int(abs(int(t)) // len(contributions)) * (1 if t >= 0 else -1) for t in total]
+        return np.array(quotients, dtype)
+    return (total / dtype.type(len(contributions))).astype(dtype) if op == "avg" else total
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=[f"{d}-{o}" for d, o in REDUCTIONS])
+def test_one_wrong_element_is_found_and_rounding_is_not(dtype, op):
+    require_reducible(dtype_named(dtype), op)
+    for num_ranks in (1, 2, 5, 16):
+        inputs = [contribution(rank, num_ranks, 1000, numpy_dtype(dtype), op, seed=3) for rank in range(num_ranks)]
+        expected, bound = reduced(inputs, op)
+        output = computed(inputs, op)
+        assert count_wrong(output, expected, bound) == 0
+        for index in (0, 517, 999):
+            broken = output.copy()
+            broken[index] = broken[index] ^ 1 if output.dtype.kind in "iub" else broken[index] * 2
+            assert count_wrong(broken, expected, bound) == 1
+
+
+@pytest.mark.parametrize(
+    ("collective", "in_place"),
+    [
+        (c, in_place)
+        for c in COLLECTIVES
+        if c != "barrier"
+        for in_place in (False, True)
+        if in_place or c != "broadcast"
+    ],
+)
+def test_one_wrong_element_on_one_rank_is_found_in_every_collective(worlds, collective, in_place):
+    root, count = 1, 3 * 1000
+    settings = Settings(collective, (count,), "float32", "sum", root, None, iterations=1, warmup=0, check=True)
+
+    def numbers_of_wrong(communicator):
+        buffers = Buffers(Bench(communicator, settings), count, in_place=in_place)
+        buffers.fill_with_data()
+        before = buffers.count_wrong()
+        buffers.call()
+        right = buffers.count_wrong()
+        if communicator.rank == root:
+            buffers.output[len(buffers.output) // 2] += 1
+        return before, right, buffers.count_wrong()
+
+    before, right, broken = zip(*worlds(3).run(numbers_of_wrong), strict=True)
+    assert sum(before) > count // 3
+    assert right == (0, 0, 0)
+    assert broken == (0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("num_ranks", [2, 16, 64])
+def test_a_missing_or_doubled_contribution_is_wrong_everywhere(dtype, num_ranks):
+    inputs = [contribution(rank, num_ranks, 1000, numpy_dtype(dtype), "sum", seed=1) for rank in range(num_ranks)]
+    expected, bound = reduced(inputs, "sum")
+    assert count_wrong(computed(inputs[:-1], "sum"), expected, bound) == 1000
+    assert count_wrong(computed([*inputs, inputs[0]], "sum"), expected, bound) == 1000
+
+
+def test_nan_is_wrong():
+    expected, bound = reduced([np.ones(4, "f4")] * 2, "avg")
+    assert count_wrong(np.full(4, np.nan, "f4"), expected, bound) == 4
+    assert count_wrong(np.full(4, np.nan, "f4"), expected, None) == 4
+
+
+def test_data_differ_per_rank_per_element_and_per_size():
+    first, *others = (
+        contribution(rank, 4, 10**6, np.dtype("f4"), "sum", seed) for rank, seed in ((0, 1), (1, 1), (0, 2))
+    )
+    assert len(first) == PERIOD
+    assert len(np.unique(first)) > 0.9 * PERIOD
+    assert all((first != other).mean() > 0.99 for other in others)
+
+
+def test_what_comes_out_is_compared_with_the_right_place_of_the_period():
+    expected = np.arange(PERIOD, dtype="i4")
+    start = 3 * PERIOD - 5
+    output = (start + np.arange(2 * PERIOD, dtype="i4")) % PERIOD
+    assert count_wrong(output, expected, None, start) == 0
+    assert count_wrong(output, expected, None, start + 1) == len(output)
+    output[PERIOD] += 1
+    assert count_wrong(output, expected, None, start) == 1
+
+
+def test_the_bound_is_stated():
+    bound = "wrong: off by more than eps = 1.19e-07, relative to the result in float64"
+    assert describe_bound(np.dtype("f4"), "avg") == bound
+    for dtype, op in (("i4", "avg"), ("f4", "sum"), ("f4", None)):
+        assert describe_bound(np.dtype(dtype), op).startswith("wrong: not exactly what it must be")
+
+
+def test_the_command_line_is_the_console_script():
+    text = (Path(farandole.cli.__file__).parents[3] / "pyproject.toml").read_text()
+    assert 'farandole = "farandole.cli:main"' in text

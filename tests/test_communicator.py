@@ -1,0 +1,556 @@
+"""The public API: what it accepts, what it refuses and how it says so, and what it counts."""
+
+from __future__ import annotations
+
+import array
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import WORLD_SIZES
+from reference import data
+
+import farandole
+from farandole import (
+    ArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    Schedule,
+    UnsupportedReductionError,
+    VerificationError,
+    algorithms,
+)
+
+
+def total(n: int, count: int, dtype: str = "float64") -> np.ndarray:
+    return sum(data(rank, count, dtype) for rank in range(n))
+
+
+# -- what goes in ------------------------------------------------------------------------------------------------------
+
+
+def test_torch_tensors_are_taken_as_they_are(worlds):
+    def body(comm):
+        mine = torch.from_numpy(data(comm.rank, 60, "float32")).reshape(3, 4, 5)
+        address = mine.data_ptr()
+        summed = comm.all_reduce(mine)
+        assert summed is mine
+        assert mine.data_ptr() == address
+        half = torch.full((7,), 0.5, dtype=torch.bfloat16)
+        gathered = comm.all_gather(torch.tensor(float(comm.rank)))
+        part = comm.reduce_scatter(torch.arange(6.0).reshape(6, 1))
+        return summed.numpy(), comm.all_reduce(half), gathered, part
+
+    for rank, (summed, half, gathered, part) in enumerate(worlds(3).run(body)):
+        assert np.allclose(summed.ravel(), total(3, 60, "float32"), rtol=1e-5)
+        assert half.dtype == torch.bfloat16
+        assert (half == 1.5).all()
+        assert gathered.tolist() == [0.0, 1.0, 2.0]
+        assert part.tolist() == [[6.0 * rank], [6.0 * rank + 3]]
+
+
+STRIDED = {
+    "transposed": lambda a: a.reshape(6, 10).T,
+    "every other": lambda a: np.repeat(a, 2)[::2],
+    "reversed": lambda a: a[::-1],
+    "offset": lambda a: np.concatenate([a[:1], a])[1:],
+    "unaligned": lambda a: np.frombuffer(bytearray(b"x" + a.tobytes()), dtype=np.uint8)[1:].view(a.dtype),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_strided_arrays_give_what_their_contiguous_copies_would(worlds, layout):
+    def body(comm):
+        mine = STRIDED[layout](data(comm.rank, 60, "float64"))
+        expected = sum(STRIDED[layout](data(r, 60, "float64")) for r in range(comm.world_size))
+        gathered = comm.all_gather(mine)
+        background = comm.all_reduce(mine.copy(order="K") if layout != "every other" else STRIDED[layout](mine.copy()), async_op=True)
+        comm.all_reduce(mine)
+        return expected, mine, gathered, background.wait()
+
+    per_rank = worlds(3).run(body)
+    for expected, mine, gathered, background in per_rank:
+        assert np.allclose(mine, expected, rtol=1e-14)
+        assert np.allclose(background, expected, rtol=1e-14)
+        parts = [STRIDED[layout](data(r, 60, "float64")) for r in range(3)]
+        assert np.array_equal(gathered, np.concatenate(parts))
+
+
+def test_strided_torch_tensors_are_written_through(worlds):
+    def body(comm):
+        base = torch.zeros(4, 6)
+        view = base.t()[1:5:2]
+        view.fill_(comm.rank + 1)
+        assert comm.all_reduce(view) is view
+        expanded = torch.tensor([float(comm.rank)]).expand(4)
+        return base, comm.all_gather(expanded)
+
+    for base, gathered in worlds(2).run(body):
+        assert base.t()[1].tolist() == [3.0] * 4
+        assert base.t()[3].tolist() == [3.0] * 4
+        assert base.sum() == 24
+        assert gathered.tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def test_anything_with_the_buffer_protocol_is_taken(worlds):
+    def body(comm):
+        numbers = array.array("i", [comm.rank, 10])
+        comm.all_reduce(numbers)
+        raw = bytearray([comm.rank + 1] * 3)
+        comm.all_reduce(memoryview(raw), "max")
+        return numbers.tolist(), raw
+
+    assert worlds(3).run(body) == [([3, 30], bytearray([3, 3, 3]))] * 3
+
+
+def test_zero_dimensional_and_empty_arrays_keep_their_shapes(worlds):
+    def body(comm):
+        scalar = comm.all_reduce(np.array(comm.rank + 1.0))
+        empty = comm.all_reduce(np.empty((0, 3, 2), dtype=np.float32))
+        return scalar.shape, float(scalar), empty.shape, comm.all_gather(np.empty((0, 4))).shape
+
+    assert worlds(4).run(body) == [((), 10.0, (0, 3, 2), (0, 4))] * 4
+
+
+def test_rows_are_the_unit_of_counts(worlds):
+    def body(comm):
+        counts = [2, 0, 1]
+        mine = np.full((counts[comm.rank], 2, 2), comm.rank, dtype=np.int16)
+        gathered = comm.all_gather(mine, counts=counts)
+        part = comm.reduce_scatter(np.ones((3, 5), dtype=np.int64), counts=counts)
+        return gathered[:, 0, 0].tolist(), part.shape
+
+    assert worlds(3).run(body) == [([0, 0, 2], (2, 5)), ([0, 0, 2], (0, 5)), ([0, 0, 2], (1, 5))]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "a list": (lambda c: c.all_reduce([1.0, 2.0]), ArgumentError, "a list is no array"),
+    "a dtype": (lambda c: c.all_reduce(np.array(["x"])), ArgumentError, "cannot be communicated"),
+    "an object array": (lambda c: c.all_gather(np.array([None])), ArgumentError, "object cannot be communicated"),
+    "byte order": (lambda c: c.all_reduce(np.zeros(2, dtype=">f4")), ArgumentError, "byte order"),
+    "an op": (lambda c: c.all_reduce(np.zeros(2), "median"), ArgumentError, "op is 'median'; known are sum"),
+    "avg of bool": (lambda c: c.all_reduce(np.zeros(2, bool), "avg"), UnsupportedReductionError, "avg .* bool"),
+    "max of complex": (lambda c: c.reduce_scatter(np.zeros(2, "c8"), "max"), UnsupportedReductionError, "max .* complex64"),
+    "band of floats": (lambda c: c.reduce(np.zeros(2), 0, "band"), UnsupportedReductionError, "band .* float64"),
+    "a root": (lambda c: c.broadcast(np.zeros(2), src=2), ArgumentError, r"src is 2; the ranks .* 0\.\.1"),
+    "a negative root": (lambda c: c.gather(np.zeros(2), dst=-1), ArgumentError, "dst is -1"),
+    "itself": (lambda c: c.send(np.zeros(2), dst=c.rank), ArgumentError, "which is this rank itself"),
+    "uneven rows": (lambda c: c.reduce_scatter(np.zeros(5)), ArgumentError, r"5 rows, .* counts=\[3, 2\]"),
+    "uneven all_to_all": (lambda c: c.all_to_all(np.zeros(3)), ArgumentError, "3 rows, which 2 ranks"),
+    "counts that do not add up": (lambda c: c.reduce_scatter(np.zeros(5), counts=[1, 1]), ArgumentError, "add up to 2"),
+    "too few counts": (lambda c: c.all_gather(np.zeros(5), counts=[5]), ArgumentError, "2 numbers >= 0"),
+    "counts without output_counts": (lambda c: c.all_to_all(np.zeros(3), counts=[1, 2]), ArgumentError, "output_counts"),
+    "another's count": (lambda c: c.all_gather(np.zeros(5), counts=[9, 9]), ArgumentError, "whose array has 5"),
+    "the size of out": (lambda c: c.all_reduce(np.zeros(5), out=np.zeros(4)), ArgumentError, "out has 4 elements"),
+    "the dtype of out": (lambda c: c.all_reduce(np.zeros(5), out=np.zeros(5, "f4")), ArgumentError, "dtype float32"),
+    "read-only": (lambda c: c.all_reduce(np.broadcast_to(1.0, 3)), ArgumentError, "read-only"),
+    "out that overlaps itself": (
+        lambda c: c.all_reduce(torch.zeros(3), out=torch.zeros(1).expand(3)),
+        ArgumentError,
+        "overlaps itself",
+    ),
+    "out that partly overlaps": (
+        lambda c: (lambda a: c.all_reduce(a[:4], out=a[1:]))(np.zeros(5)),
+        ArgumentError,
+        "partly overlaps",
+    ),
+    "an algorithm": (lambda c: c.all_reduce(np.zeros(5), algorithm="magic"), farandole.ScheduleError, "'magic'; known are"),
+    "a schedule of another size": (
+        lambda c: c.all_reduce(np.zeros(5), algorithm=algorithms.build("all_reduce", "ring", 3)),
+        ArgumentError,
+        "all_reduce of 3 ranks",
+    ),
+    "a schedule of another collective": (
+        lambda c: c.all_reduce(np.zeros(5), algorithm=lambda n: algorithms.build("all_gather", "ring", n)),
+        ArgumentError,
+        "a all_gather of 2 ranks|an all_gather of 2 ranks",
+    ),
+    "a schedule that is wrong": (
+        lambda c: c.all_reduce(np.zeros(5), algorithm=Schedule("all_reduce", 2, 1, [])),
+        VerificationError,
+        "rank 0 chunk 0 lacks the contribution of rank 1",
+    ),
+    "a color": (lambda c: c.split(-3), ArgumentError, "color is -3"),
+    "a sparse tensor": (lambda c: c.all_reduce(torch.eye(3).to_sparse()), ArgumentError, "to_dense"),
+    "a tensor without data": (lambda c: c.all_reduce(torch.zeros(3, device="meta")), ArgumentError, "on meta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_call_is_refused_on_every_rank_and_harms_nothing(worlds, case):
+    call, kind, message = REFUSED[case]
+
+    def body(comm):
+        with pytest.raises(kind, match=message):
+            call(comm)
+        return comm.all_reduce(np.array([comm.rank + 1])).tolist()
+
+    assert worlds(2).run(body) == [[3], [3]]
+
+
+@pytest.mark.parametrize("name", ["naive", "bruck"])
+def test_all_to_all_that_passes_data_on_needs_equal_parts(worlds, name):
+    def body(comm):
+        with pytest.raises(ArgumentError, match="passes data on for other ranks, so all counts must be equal"):
+            comm.all_to_all(np.zeros(5), counts=[1, 2, 2], output_counts=[1, 2, 2], algorithm=name)
+        return comm.all_reduce(np.array([1])).tolist()
+
+    assert worlds(3).run(body) == [[3]] * 3
+
+
+def test_scatter_needs_out_where_nothing_tells_the_shape(worlds):
+    def body(comm):
+        if comm.rank == 1:
+            with pytest.raises(ArgumentError, match="needs it on every rank but src=0"):
+                comm.scatter(src=0)
+        else:
+            with pytest.raises(ArgumentError, match="tensor is None on rank 0"):
+                comm.scatter(src=0)
+
+    worlds(2).run(body)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "4"])
+def test_a_local_world_needs_a_whole_number_of_ranks(bad):
+    with pytest.raises(ArgumentError, match="world_size is"):
+        farandole.local(bad)
+
+
+# -- order, groups, background -----------------------------------------------------------------------------------------
+
+
+def test_background_calls_and_synchronous_ones_keep_their_order(worlds):
+    """Each call depends on the one before it, so any other order gives other numbers."""
+
+    def body(comm):
+        value = np.full(5000, 1.0 + comm.rank)
+        works = []
+        for i in range(50):
+            works.append(comm.all_reduce(value, "avg", async_op=True))
+            if i % 7 == 3:
+                comm.all_reduce(value, "sum")
+        assert all(work.wait() is value for work in works)
+        return value
+
+    expected = 2.0 * 3.0 ** len([i for i in range(50) if i % 7 == 3])
+    for value in worlds(3).run(body):
+        assert np.allclose(value, expected)
+
+
+def test_background_work_need_not_be_waited_for(worlds):
+    def body(comm):
+        results = [np.full(1000, comm.rank + i) for i in range(20)]
+        for result in results:
+            comm.all_reduce(result, async_op=True)  # the handle is dropped
+        comm.barrier()
+        return [int(result[7]) for result in results]
+
+    assert worlds(2).run(body) == [[1 + 2 * i for i in range(20)]] * 2
+
+
+def test_waiting_for_work_with_a_timeout_leaves_it_going(worlds):
+    late = threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            work = comm.all_reduce(np.ones(3), async_op=True)
+            with pytest.raises(CollectiveTimeoutError, match="goes on"):
+                work.wait(timeout=0.01)
+            assert not work.is_done()
+            late.set()
+            return work.wait().tolist()
+        late.wait()
+        return comm.all_reduce(np.ones(3)).tolist()
+
+    assert worlds(2).run(body) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("n", [n for n in WORLD_SIZES if n > 1])
+def test_split_makes_working_groups_in_the_order_of_their_keys(n):
+    with farandole.local(n, timeout_s=60) as world:
+
+        def body(comm):
+            group = comm.split(comm.rank % 3, key=-comm.rank)
+            members = [r for r in range(n - 1, -1, -1) if r % 3 == comm.rank % 3]
+            assert (group.rank, group.world_size) == (members.index(comm.rank), len(members))
+            assert group.all_gather(np.array([comm.rank])).tolist() == members
+            mean = group.all_reduce(np.array([float(comm.rank)]), "avg")
+            assert mean[0] == sum(members) / len(members)  # of the group, not of the world
+            nested = group.split(0 if group.rank < 2 else None)
+            assert (nested is None) == (group.rank >= 2)
+            if nested is not None:
+                assert nested.all_gather(np.array([comm.rank])).tolist() == members[:2]
+                nested.close()
+            comm.barrier()
+            group.close()
+
+        world.run(body)
+
+
+def test_threads_may_use_different_groups_at_once():
+    with farandole.local(2, timeout_s=60) as world:
+
+        def body(comm):
+            groups = [comm.split(0) for _ in range(3)]
+            wrong = []
+
+            def loop(group, number):
+                for i in range(200):
+                    result = group.all_reduce(np.array([number * 1000 + i + comm.rank]))
+                    if result[0] != 2 * (number * 1000 + i) + 1:
+                        wrong.append((number, i, result[0]))
+
+            threads = [threading.Thread(target=loop, args=(g, k)) for k, g in enumerate(groups)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for group in groups:
+                group.close()
+            return wrong
+
+        assert world.run(body) == [[], []]
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 9001])
+@pytest.mark.parametrize(("collective", "factor"), [("reduce_scatter", 1), ("all_gather", 1), ("all_reduce", 2)])
+def test_the_ring_sends_exactly_its_closed_form(collective, factor, count):
+    for n in WORLD_SIZES:
+        parts = [count // n + (part < count % n) for part in range(n)]
+
+        def body(comm, parts=parts):
+            mine = data(comm.rank, count, "float32")
+            if collective == "all_reduce":
+                comm.all_reduce(mine, algorithm="ring")
+            elif collective == "reduce_scatter":
+                comm.reduce_scatter(mine, counts=parts, algorithm="ring")
+            else:
+                comm.all_gather(mine[: parts[comm.rank]], counts=parts, algorithm="ring")
+            return comm.stats()[0]
+
+        with farandole.local(n, timeout_s=60) as world:
+            stats = world.run(body)
+        assert sum(s.bytes_sent for s in stats) == factor * (n - 1) * count * 4
+        for s in stats:
+            assert s.bytes_sent == s.scheduled_bytes_sent
+            assert s.bytes_sent <= factor * (n - 1) * -(-count // n) * 4
+            if count % n == 0:
+                assert s.bytes_sent * n == factor * (n - 1) * count * 4
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [(c, a) for c in algorithms.ALGORITHMS for a in algorithms.names(c) if c != "send"]
+)
+def test_every_algorithm_sends_and_receives_what_its_schedule_says(collective, name):
+    for n in (1, 2, 3, 5, 8):
+
+        def body(comm, n=n):
+            rows = data(comm.rank, 40 * n, "int32")
+            own = rows[:40]
+            calls = {
+                "all_reduce": lambda: comm.all_reduce(rows, algorithm=name),
+                "reduce_scatter": lambda: comm.reduce_scatter(rows, algorithm=name),
+                "all_gather": lambda: comm.all_gather(own, algorithm=name),
+                "broadcast": lambda: comm.broadcast(rows, n - 1, algorithm=name),
+                "reduce": lambda: comm.reduce(rows, n - 1, algorithm=name),
+                "gather": lambda: comm.gather(own, n - 1, algorithm=name),
+                "scatter": lambda: comm.scatter(rows, n - 1, out=np.empty(40, "i4"), algorithm=name),
+                "all_to_all": lambda: comm.all_to_all(rows, algorithm=name),
+                "barrier": lambda: comm.barrier(algorithm=name),
+            }
+            calls[collective]()
+            calls[collective]()
+            (entry,) = comm.stats()
+            return entry
+
+        with farandole.local(n, timeout_s=60) as world:
+            stats = world.run(body)
+        assert all((s.collective, s.algorithm, s.calls) == (collective, name, 2) for s in stats)
+        assert [s.bytes_sent for s in stats] == [s.scheduled_bytes_sent for s in stats]
+        assert sum(s.bytes_sent for s in stats) == sum(s.bytes_received for s in stats)
+
+
+# -- an algorithm of one's own -----------------------------------------------------------------------------------------
+
+
+def test_a_schedule_written_in_ten_lines_runs(worlds):
+    def star(n):
+        rows = [(0, r, 0, 0, 0, 1) for r in range(1, n)]
+        rows += [(1, 0, 0, r, 0, 0) for r in range(1, n)]
+        return Schedule("all_reduce", n, 1, rows, name="star")
+
+    def body(comm):
+        return comm.all_reduce(data(comm.rank, 30, "float64"), algorithm=star)
+
+    for result in worlds(4).run(body):
+        assert np.allclose(result, total(4, 30))
+
+
+# -- when it goes wrong ------------------------------------------------------------------------------------------------
+
+
+def raises_everywhere(n, body, kind, message):
+    """Run ``body`` on ``n`` ranks; every rank must raise ``kind`` with ``message``. Returns the texts."""
+    texts = []
+
+    def guarded(comm):
+        with pytest.raises(kind, match=message) as caught:
+            body(comm)
+        texts.append(str(caught.value))
+        with pytest.raises(kind, match=message):  # an aborted communicator says so again
+            comm.all_reduce(np.ones(1))
+
+    with farandole.local(n, timeout_s=20) as world:
+        world.run(guarded)
+    return texts
+
+
+DIFFERENT_CALLS = {
+    "dtype": lambda c: c.all_reduce(np.ones(8, "f4" if c.rank else "i4")),
+    "count": lambda c: c.all_reduce(np.ones(8 + c.rank)),
+    "op": lambda c: c.all_reduce(np.ones(8), "max" if c.rank else "sum"),
+    "collective": lambda c: c.all_reduce(np.ones(8)) if c.rank else c.all_gather(np.ones(8)),
+    "algorithm": lambda c: c.all_reduce(np.ones(8), algorithm="ring" if c.rank else "one_shot"),
+    "root": lambda c: (c.broadcast(np.ones(8), src=c.rank), c.barrier()),
+    "number of calls": lambda c: [c.all_reduce(np.ones(8), "max") for _ in range(2 + (c.rank == 1))] + [c.barrier()],
+}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("case", DIFFERENT_CALLS)
+def test_ranks_that_make_different_calls_all_hear_of_it(case, n):
+    texts = raises_everywhere(n, DIFFERENT_CALLS[case], CollectiveMismatchError, "different calls")
+    for text in texts:
+        assert all(f"rank {rank}: " in text for rank in range(n))
+
+
+def test_a_size_mismatch_names_each_rank_and_its_call():
+    texts = raises_everywhere(2, DIFFERENT_CALLS["count"], CollectiveMismatchError, "different calls")
+    for text in texts:
+        assert "rank 0: all_reduce(8 x float64, sum)" in text
+        assert "rank 1: all_reduce(9 x float64, sum)" in text
+
+
+def test_all_to_all_with_counts_that_do_not_fit_is_a_mismatch():
+    def body(comm):
+        sends = [3, 1] if comm.rank == 0 else [1, 3]
+        comm.all_to_all(np.ones(4), counts=sends, output_counts=[2, 2])
+        comm.barrier()
+
+    raises_everywhere(2, body, CollectiveMismatchError, "different calls")
+
+
+def test_a_timeout_names_the_ranks_that_are_missing():
+    gone_on = threading.Barrier(5)
+
+    def body(comm):
+        comm.all_reduce(np.ones(4))
+        if comm.rank in (1, 3):
+            gone_on.wait()  # the others have given up by then
+            comm.barrier()
+        try:
+            comm.all_reduce(np.ones(4), timeout=0.2)
+        finally:
+            gone_on.wait()
+
+    texts = raises_everywhere(5, body, CollectiveTimeoutError, "ranks 1, 3 have not arrived at collective number 2")
+    assert sum("timeout after 0.2 s" in text for text in texts) >= 1
+
+
+def test_a_receive_without_a_send_names_the_peer():
+    def body(comm):
+        if comm.rank == 0:
+            comm.recv(np.ones(4), src=1, timeout=0.1)
+        else:
+            while comm._engine.aborted()[0] == 0:
+                threading.Event().wait(0.01)
+            comm.barrier()
+
+    with farandole.local(2) as world:
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 has not sent"):
+            world.run(body)
+
+
+def test_a_rank_that_closes_early_is_named():
+    def body(comm):
+        comm.all_reduce(np.ones(3))
+        if comm.rank == 1:
+            comm.close()
+            with pytest.raises(CommunicatorClosedError, match="was closed"):
+                comm.barrier()
+            return
+        with pytest.raises(PeerLostError, match=r"rank 1 closed its communicator .* all_reduce\(3 x float64, sum\)"):
+            comm.all_reduce(np.ones(3))
+
+    with farandole.local(3, timeout_s=20) as world:
+        world.run(body)
+
+
+def test_abort_from_another_thread_ends_a_wait_at_once():
+    with farandole.local(2, timeout_s=60) as world:
+
+        def body(comm):
+            if comm.rank == 0:
+                threading.Timer(0.1, comm.abort).start()
+                with pytest.raises(CommunicatorClosedError, match="rank 0 aborted"):
+                    comm.barrier()
+
+        world.run(body)
+
+
+def test_the_first_failure_of_a_local_world_is_raised_with_its_rank():
+    with farandole.local(3, timeout_s=60) as world:
+
+        def body(comm):
+            if comm.rank == 1:
+                raise KeyError("mine")
+            comm.barrier()
+
+        with pytest.raises(KeyError, match="mine") as caught:
+            world.run(body)
+        assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+
+
+def test_closing_with_unfinished_work_warns_and_ends_it():
+    world = farandole.local(2, timeout_s=60)
+    work = world[0].all_reduce(np.ones(3), async_op=True)
+    with pytest.warns(RuntimeWarning, match="1 background calls still wait"):
+        world[0].close()
+    with pytest.raises(CommunicatorClosedError):
+        work.wait()
+    world.close()
+    assert world[0].closed
+
+
+def test_close_is_safe_to_repeat_and_needs_no_other_rank():
+    world = farandole.local(2)
+    world[0].close()
+    world[0].close()
+    assert "closed" in repr(world[0])
+    world.close()
+
+
+def test_one_thousand_worlds_leave_nothing_open():
+    def open_descriptors():
+        import os
+
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def one():
+        with farandole.local(2) as world:
+            world[0].all_reduce(np.ones(2), async_op=True)
+            world[1].all_reduce(np.ones(2), async_op=True).wait()
+
+    one()
+    before = open_descriptors()
+    for _ in range(1000):
+        one()
+    assert open_descriptors() == before
