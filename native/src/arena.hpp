@@ -105,7 +105,8 @@ class Channel {
   bool shared_ = false;
 };
 
-class Arena {
+// Shared from this, so that an engine that holds an arena holds no Python object.
+class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // A new arena in anonymous memory, with a descriptor that other processes can map it by.
   static std::shared_ptr<Arena> create(const Geometry& geometry);

@@ -115,14 +115,15 @@ void Engine::serve() {
   while (true) {
     changed_.wait(lock, [this] { return !busy_ && (stopping_ || !queue_.empty()); });
     if (queue_.empty()) return;
-    const Job job = std::move(queue_.front());
-    queue_.pop_front();
     busy_ = true;
-    lock.unlock();
-    const Receipt receipt = execute(job.call, {});
+    {
+      const Job job = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      job.work->finish(execute(job.call, {}));
+    }
     lock.lock();
     busy_ = false;
-    job.work->finish(receipt);
   }
 }
 

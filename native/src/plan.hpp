@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -41,7 +42,8 @@ struct Layout {
   std::int64_t num_work_slots = 0;              // each as large as the largest size
 };
 
-class Plan {
+// Shared from this, so that a call that holds a plan holds no Python object, which only a thread with the GIL may let go.
+class Plan : public std::enable_shared_from_this<Plan> {
  public:
   struct Place {
     Region region;
