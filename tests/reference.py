@@ -1,4 +1,5 @@
-"""What collectives should give: data that differ per rank and element, and results computed the obvious way in float64."""
+"""What collectives should give: data that differ per rank and element, and results computed the obvious way in
+float64."""
 
 from __future__ import annotations
 
@@ -57,9 +58,11 @@ def reduced(parts: list[np.ndarray], dtype: str, op: str) -> tuple[np.ndarray, n
 def _reduced_exactly(parts: list[np.ndarray], op: str) -> np.ndarray:
     stacked = np.stack(parts)
     dtype = stacked.dtype
-    if dtype == bool:
-        return stacked.any(axis=0) if op in ("sum", "max", "bor") else (
-            np.logical_xor.reduce(stacked, axis=0) if op == "bxor" else stacked.all(axis=0)
+    if dtype.kind == "b":
+        return (
+            stacked.any(axis=0)
+            if op in ("sum", "max", "bor")
+            else (np.logical_xor.reduce(stacked, axis=0) if op == "bxor" else stacked.all(axis=0))
         )
     if op == "avg":
         total = stacked.sum(axis=0, dtype=dtype)  # wraps, as the engine's sum does

@@ -1,4 +1,5 @@
-"""Every collective × algorithm × world size × dtype × op against the reference, on the engine, with ranks as threads."""
+"""Every collective × algorithm × world size × dtype × op against the reference, on the engine, with ranks as
+threads."""
 
 from __future__ import annotations
 
@@ -109,7 +110,9 @@ def test_reduce_equals_the_reference_at_every_root_and_changes_nothing_elsewhere
         per_rank = worlds(n).run(body)
         for i, (dtype, op, count, root) in enumerate(cases):
             expected, bound = reduced([data(r, count, dtype, op) for r in range(n)], dtype, op)
-            assert_close(per_rank[root][i], expected, bound, f"reduce {algorithm} N={n} root={root} {dtype} {op} {count}")
+            assert_close(
+                per_rank[root][i], expected, bound, f"reduce {algorithm} N={n} root={root} {dtype} {op} {count}"
+            )
 
 
 @pytest.mark.parametrize("algorithm", algorithms.names("all_gather"))

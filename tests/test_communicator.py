@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,7 +68,9 @@ def test_strided_arrays_give_what_their_contiguous_copies_would(worlds, layout):
         mine = STRIDED[layout](data(comm.rank, 60, "float64"))
         expected = sum(STRIDED[layout](data(r, 60, "float64")) for r in range(comm.world_size))
         gathered = comm.all_gather(mine)
-        background = comm.all_reduce(mine.copy(order="K") if layout != "every other" else STRIDED[layout](mine.copy()), async_op=True)
+        background = comm.all_reduce(
+            mine.copy(order="K") if layout != "every other" else STRIDED[layout](mine.copy()), async_op=True
+        )
         comm.all_reduce(mine)
         return expected, mine, gathered, background.wait()
 
@@ -135,7 +138,11 @@ REFUSED = {
     "byte order": (lambda c: c.all_reduce(np.zeros(2, dtype=">f4")), ArgumentError, "byte order"),
     "an op": (lambda c: c.all_reduce(np.zeros(2), "median"), ArgumentError, "op is 'median'; known are sum"),
     "avg of bool": (lambda c: c.all_reduce(np.zeros(2, bool), "avg"), UnsupportedReductionError, "avg .* bool"),
-    "max of complex": (lambda c: c.reduce_scatter(np.zeros(2, "c8"), "max"), UnsupportedReductionError, "max .* complex64"),
+    "max of complex": (
+        lambda c: c.reduce_scatter(np.zeros(2, "c8"), "max"),
+        UnsupportedReductionError,
+        "max .* complex64",
+    ),
     "band of floats": (lambda c: c.reduce(np.zeros(2), 0, "band"), UnsupportedReductionError, "band .* float64"),
     "a root": (lambda c: c.broadcast(np.zeros(2), src=2), ArgumentError, r"src is 2; the ranks .* 0\.\.1"),
     "a negative root": (lambda c: c.gather(np.zeros(2), dst=-1), ArgumentError, "dst is -1"),
@@ -144,7 +151,11 @@ REFUSED = {
     "uneven all_to_all": (lambda c: c.all_to_all(np.zeros(3)), ArgumentError, "3 rows, which 2 ranks"),
     "counts that do not add up": (lambda c: c.reduce_scatter(np.zeros(5), counts=[1, 1]), ArgumentError, "add up to 2"),
     "too few counts": (lambda c: c.all_gather(np.zeros(5), counts=[5]), ArgumentError, "2 numbers >= 0"),
-    "counts without output_counts": (lambda c: c.all_to_all(np.zeros(3), counts=[1, 2]), ArgumentError, "output_counts"),
+    "counts without output_counts": (
+        lambda c: c.all_to_all(np.zeros(3), counts=[1, 2]),
+        ArgumentError,
+        "output_counts",
+    ),
     "another's count": (lambda c: c.all_gather(np.zeros(5), counts=[9, 9]), ArgumentError, "whose array has 5"),
     "the size of out": (lambda c: c.all_reduce(np.zeros(5), out=np.zeros(4)), ArgumentError, "out has 4 elements"),
     "the dtype of out": (lambda c: c.all_reduce(np.zeros(5), out=np.zeros(5, "f4")), ArgumentError, "dtype float32"),
@@ -159,7 +170,11 @@ REFUSED = {
         ArgumentError,
         "partly overlaps",
     ),
-    "an algorithm": (lambda c: c.all_reduce(np.zeros(5), algorithm="magic"), farandole.ScheduleError, "'magic'; known are"),
+    "an algorithm": (
+        lambda c: c.all_reduce(np.zeros(5), algorithm="magic"),
+        farandole.ScheduleError,
+        "'magic'; known are",
+    ),
     "a schedule of another size": (
         lambda c: c.all_reduce(np.zeros(5), algorithm=algorithms.build("all_reduce", "ring", 3)),
         ArgumentError,
@@ -474,9 +489,8 @@ def test_a_receive_without_a_send_names_the_peer():
                 threading.Event().wait(0.01)
             comm.barrier()
 
-    with farandole.local(2) as world:
-        with pytest.raises(CollectiveTimeoutError, match="rank 1 has not sent"):
-            world.run(body)
+    with farandole.local(2) as world, pytest.raises(CollectiveTimeoutError, match="rank 1 has not sent"):
+        world.run(body)
 
 
 def test_a_rank_that_closes_early_is_named():
@@ -540,9 +554,7 @@ def test_close_is_safe_to_repeat_and_needs_no_other_rank():
 
 def test_one_thousand_worlds_leave_nothing_open():
     def open_descriptors():
-        import os
-
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     def one():
         with farandole.local(2) as world:

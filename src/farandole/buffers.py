@@ -1,7 +1,8 @@
 """Takes what users hold (numpy arrays, torch tensors, anything with DLPack or the buffer protocol) as plain memory.
 
 A `Buffer` is a run of elements at an address. It keeps its owner alive. Inputs that are not contiguous are
-copied; outputs that are not contiguous get a contiguous stand-in, which `Buffer.deliver` copies back when the call is done.
+copied; outputs that are not contiguous get a contiguous stand-in, which `Buffer.deliver` copies back when the call is
+done.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _plain_tensor(tensor: Any) -> Any:
 def _writable_tensor(value: Any) -> Buffer:
     tensor = _plain_tensor(value)
     if tensor.data_ptr() != value.data_ptr():
-        raise ArgumentError("the output tensor is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first")
+        raise ArgumentError(
+            "the output tensor is a lazy conjugate or negation; call .resolve_conj().resolve_neg() first"
+        )
     dtype = _torch_dtype(tensor)
     if tensor.is_contiguous():
         return Buffer(tensor.data_ptr(), tuple(tensor.shape), dtype, value, tensor)
@@ -138,7 +141,8 @@ def _require_no_self_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -
             continue
         if stride <= reach:
             raise ArgumentError(
-                f"the output overlaps itself (shape {shape}, strides {strides}); give one with its own memory, e.g. a contiguous copy"
+                f"the output overlaps itself (shape {shape}, strides {strides}); give one with its own memory, e.g. "
+                f"a contiguous copy"
             )
         reach += stride * (length - 1)
 

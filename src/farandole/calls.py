@@ -1,8 +1,8 @@
 """Everything about a call that can be settled before its buffers are seen, settled once and kept.
 
-A call is settled by its `Signature`: which collective, on which sizes, with which algorithm. Settling it proves the schedule, lowers
-it, proves the programs, and binds this rank's program to the sizes. All ranks do the same from the same signature;
-the fingerprint in every message tells when they did not.
+A call is settled by its `Signature`: which collective, on which sizes, with which algorithm. Settling it proves the
+schedule, lowers it, proves the programs, and binds this rank's program to the sizes. All ranks do the same from the
+same signature; the fingerprint in every message tells when they did not.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from farandole import _native, algorithms, selector
-from farandole.collectives import COLLECTIVES, is_parted, is_reducing
+import farandole._native as _native
+from farandole import algorithms, selector
+from farandole.collectives import COLLECTIVES
 from farandole.dtypes import DTYPES, REDUCE_OPS, DType
 from farandole.errors import ArgumentError
-from farandole.lowering import lower, size_index
+from farandole.lowering import lower
 from farandole.plans import bind, sent_elements
 from farandole.program import Program
 from farandole.program_verifier import verify_programs
@@ -116,7 +117,8 @@ class Call:
     stats: CollectiveStats
 
 
-class CallRecord(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallRecord:
     """What a rank says it is doing, as every rank of its communicator can read it.
 
     Attributes:
@@ -269,7 +271,8 @@ def _require_even_if_passed_on(programs: Sequence[Program], signature: Signature
     passes_on = any(o.size == program.num_sizes - 1 for program in programs for o in program.operations)
     if passes_on and len({*signature.counts, *(signature.output_counts or ())}) > 1:
         raise ArgumentError(
-            "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or 'pairwise' "
+            "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or "
+            "'pairwise' "
             f"for counts {signature.counts} sent and {signature.output_counts} received"
         )
 
@@ -277,7 +280,13 @@ def _require_even_if_passed_on(programs: Sequence[Program], signature: Signature
 def _fingerprint(signature: Signature, schedule: Schedule) -> int:
     """64 bits of all that the ranks must agree on. What each sends in all_to_all is checked per message."""
     counts = () if signature.output_counts is not None else signature.counts
-    agreed = [signature.collective, schedule.hash, signature.dtype.name, signature.op, counts, signature.pair, signature.tag]
+    agreed = [
+        signature.collective,
+        schedule.hash,
+        signature.dtype.name,
+        signature.op,
+        counts,
+        signature.pair,
+        signature.tag,
+    ]
     return int.from_bytes(hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest(), "little")
-
-

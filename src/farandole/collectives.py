@@ -2,8 +2,8 @@
 
 A *contribution* is what one rank put into one chunk: the pair (rank, chunk). Before a collective runs, some slots hold
 one contribution each. After it, some slots must hold exact sums of contributions, each exactly once. That pair
-of tables is the whole definition of the collective: the verifier proves it, the lowering takes from it which slots are a
-rank's input and output, and the views colour it.
+of tables is the whole definition of the collective: the verifier proves it, the lowering takes from it which slots are
+a rank's input and output, and the views colour it.
 
 Where every rank owns a part of the buffer (reduce_scatter, all_gather, gather, scatter, all_to_all), part r is the r-th
 run of num_chunks / N consecutive chunks.
@@ -44,7 +44,8 @@ class Promise:
     """The contract of one schedule's collective.
 
     Attributes:
-        before: (rank, chunk) -> the chunk id of the one contribution that slot holds at the start. Its rank is that rank.
+        before: (rank, chunk) -> the chunk id of the one contribution that slot holds at the start. Its rank is that
+            rank.
         after: (rank, chunk) -> (chunk id, contributing ranks): what that slot must hold at the end.
         duplicates_allowed: True for barrier alone, where hearing of a rank twice does no harm.
     """
@@ -88,9 +89,7 @@ def promise_of(schedule: Schedule) -> Promise:
 
 def _require_known(schedule: Schedule) -> None:
     if schedule.collective not in COLLECTIVES:
-        raise MalformedScheduleError(
-            f"collective is {schedule.collective!r}; known are {', '.join(COLLECTIVES)}"
-        )
+        raise MalformedScheduleError(f"collective is {schedule.collective!r}; known are {', '.join(COLLECTIVES)}")
     if is_parted(schedule.collective) and schedule.num_chunks % schedule.world_size:
         raise MalformedScheduleError(
             f"{schedule.collective} on {schedule.world_size} ranks has {schedule.num_chunks} chunks; "
@@ -162,7 +161,7 @@ def _scatter(schedule: Schedule) -> Promise:
 def _all_to_all(schedule: Schedule) -> Promise:
     """Chunk ids tell every pair of ranks apart: id = src * num_chunks + slot at src."""
     per_part = schedule.num_chunks // schedule.world_size
-    after = {}
+    after: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
     for rank, slot in _everywhere(schedule):
         src = owner_of_chunk(schedule, slot)
         after[rank, slot] = (src * schedule.num_chunks + rank * per_part + slot % per_part, (src,))

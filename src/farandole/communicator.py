@@ -1,8 +1,8 @@
 """The public API: a communicator, and the collectives on it.
 
-Every collective is called by all ranks of the communicator, in the same order, with arguments that agree. Arrays are numpy arrays, torch CPU
-tensors, or anything with DLPack or the buffer protocol; what is returned is of the same kind. Where a collective
-gives each rank a part, the parts lie along the first dimension.
+Every collective is called by all ranks of the communicator, in the same order, with arguments that agree. Arrays are
+numpy arrays, torch CPU tensors, or anything with DLPack or the buffer protocol; what is returned is of the same kind.
+Where a collective gives each rank a part, the parts lie along the first dimension.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from farandole import _native
+import farandole._native as _native
 from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
 from farandole.calls import Algorithm, Call, CallRecord, CallTable, CollectiveStats, Signature
 from farandole.dtypes import DTYPES, require_reducible
@@ -43,8 +43,8 @@ _SPINS_WHEN_CROWDED = 20
 class Communicator:
     """A group of ranks that communicate; made by `farandole.init`, `farandole.local` or `split`.
 
-    A communicator may be used from several threads; its calls then run one after the other, and it is up to the threads that all ranks make them
-    in the same order. It is a context manager that closes itself.
+    A communicator may be used from several threads; its calls then run one after the other, and it is up to the
+    threads that all ranks make them in the same order. It is a context manager that closes itself.
 
     Attributes:
         rank: of this process, in 0..world_size - 1.
@@ -99,7 +99,8 @@ class Communicator:
 
         Raises:
             ArgumentError: the arguments can never work.
-            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see `farandole.errors`.
+            CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see
+            `farandole.errors`.
         """
         source, target = self._in_and_out(tensor, out)
         _require_same_count("out", target, source.count)
@@ -223,7 +224,8 @@ class Communicator:
             algorithm, timeout, async_op: as in `all_reduce`.
 
         Returns:
-            On ``dst``, ``out`` if given, else ``tensor``; elsewhere ``tensor``, unchanged. With ``async_op``, a `Work` whose wait returns that.
+            On ``dst``, ``out`` if given, else ``tensor``; elsewhere ``tensor``, unchanged. With ``async_op``, a `Work`
+            whose wait returns that.
 
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
@@ -256,7 +258,8 @@ class Communicator:
             out: on ``dst``, shape (sum of all n, ...), made if None; of no use elsewhere.
 
         Returns:
-            On ``dst``, all parts, ``out`` if given; elsewhere None. With ``async_op``, a `Work` whose wait returns that.
+            On ``dst``, all parts, ``out`` if given; elsewhere None. With ``async_op``, a `Work` whose wait returns
+            that.
 
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
@@ -334,7 +337,8 @@ class Communicator:
 
         Args:
             tensor: shape (n, ...); part r goes to rank r.
-            out: shape (sum of ``output_counts``, ...); made if None. It may be ``tensor`` itself if all counts are equal.
+            out: shape (sum of ``output_counts``, ...); made if None. It may be ``tensor`` itself if all counts are
+                equal.
             counts: rows that this rank sends to each; None needs n to be a multiple of the world size.
             output_counts: rows that this rank receives from each; None means ``counts`` if those are all equal.
             algorithm, timeout, async_op: as in `all_reduce`.
@@ -343,14 +347,16 @@ class Communicator:
             What arrived, ``out`` if given; with ``async_op``, a `Work` whose wait returns that.
 
         Raises:
-            ArgumentError and CommunicationError as in `all_reduce`; CollectiveMismatchError if a rank sends another number
-            of rows than its peer expects.
+            ArgumentError and CommunicationError as in `all_reduce`; CollectiveMismatchError if a rank sends another
+            number of rows than its peer expects.
         """
         source = read_buffer(tensor)
         parts, rows = self._parts(source, counts, "tensor")
         if output_counts is None:
             if len(set(rows)) > 1:
-                raise ArgumentError(f"counts {rows} differ, so output_counts is needed: the rows received from each rank")
+                raise ArgumentError(
+                    f"counts {rows} differ, so output_counts is needed: the rows received from each rank"
+                )
             output_counts = rows
         width = _row_width(source.shape)
         output_rows = self._checked_counts(output_counts, "output_counts")
@@ -385,7 +391,8 @@ class Communicator:
     def send(
         self, tensor: Any, dst: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
-        """Send ``tensor`` to rank ``dst``, which must `recv` it. Messages of a pair arrive in the order in which they are sent.
+        """Send ``tensor`` to rank ``dst``, which must `recv` it. Messages of a pair arrive in the order in which they
+        are sent.
 
         Args:
             tensor: any shape.
@@ -405,9 +412,7 @@ class Communicator:
         work: Work | None = self._run(signature, buffer, None, timeout, async_op)
         return work
 
-    def recv(
-        self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
-    ) -> Any:
+    def recv(self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False) -> Any:
         """Receive into ``tensor`` what rank ``src`` sends.
 
         Args:
@@ -461,17 +466,20 @@ class Communicator:
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
 
     def stats(self) -> list[CollectiveStats]:
-        """What this rank did so far, per collective and algorithm; finished background calls count once they were waited for."""
+        """What this rank did so far, per collective and algorithm; finished background calls count once they were
+        waited for."""
         return [entry for entry in self._calls.stats.values() if entry.calls]
 
     def abort(self) -> None:
-        """End all calls of all ranks of this communicator at once; callable from any thread. They raise CommunicatorClosedError."""
+        """End all calls of all ranks of this communicator at once; callable from any thread. They raise
+        CommunicatorClosedError."""
         self._engine.abort(int(Abort.REQUESTED), self.rank)
 
     def close(self) -> None:
         """Leave the communicator. Never needs other ranks; safe to call twice.
 
-        Calls still going on in the background get a second to end; after that the communicator is aborted with a RuntimeWarning.
+        Calls still going on in the background get a second to end; after that the communicator is aborted with a
+        RuntimeWarning.
         """
         if self not in _OPEN:
             return
@@ -510,7 +518,9 @@ class Communicator:
     def _output(self, out: Any, source: Buffer) -> Buffer:
         target = write_buffer(out)
         if target.dtype != source.dtype:
-            raise ArgumentError(f"out has dtype {target.dtype.name}, but tensor has {source.dtype.name}; they must be equal")
+            raise ArgumentError(
+                f"out has dtype {target.dtype.name}, but tensor has {source.dtype.name}; they must be equal"
+            )
         return target
 
     def _signature(self, collective: str, buffer: Buffer, *, op: str | None = None, **more: Any) -> Signature:
@@ -518,9 +528,7 @@ class Communicator:
             require_reducible(buffer.dtype, op)
         return Signature(collective, buffer.dtype, op, **more)
 
-    def _parts(
-        self, whole: Buffer, counts: Sequence[int] | None, name: str
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _parts(self, whole: Buffer, counts: Sequence[int] | None, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Elements and rows of each rank's part of ``whole``."""
         num_rows = whole.shape[0] if whole.shape else 1
         if counts is None:
@@ -583,24 +591,24 @@ class Communicator:
             itemsize = source.dtype.itemsize
             if source.address - input_start * itemsize != target.address - output_start * itemsize:
                 raise ArgumentError(
-                    "out partly overlaps tensor; give an out with memory of its own, or the place in one buffer where the "
-                    "result belongs"
+                    "out partly overlaps tensor; give an out with memory of its own, or the place in one buffer "
+                    "where the result belongs"
                 )
         call = self._calls.settle(signature)
         timeout_s = self.timeout_s if timeout is None else timeout
-        arguments = {
-            "plan": call.plan,
-            "input": 0 if source is None else source.address,
-            "output": 0 if target is None else target.address,
-            "dtype": signature.dtype.code,
-            "op": call.op_code,
-            "divisor": call.divisor,
-            "fingerprint": call.fingerprint,
-            "sequenced": signature.pair is None,
-            "what": call.what,
-            "count": call.count,
-            "timeout_s": timeout_s,
-        }
+        arguments = (
+            call.plan,
+            0 if source is None else source.address,
+            0 if target is None else target.address,
+            signature.dtype.code,
+            call.op_code,
+            call.divisor,
+            call.fingerprint,
+            signature.pair is None,
+            call.what,
+            call.count,
+            timeout_s,
+        )
         result = None if target is None else target.user
 
         def finish(receipt: tuple[int, int, int, int, float]) -> Any:
@@ -610,13 +618,13 @@ class Communicator:
             return result
 
         if not async_op:
-            return finish(self._engine.run(**arguments))
+            return finish(self._engine.run(*arguments))
         keep = (source, target)
 
         def finish_work(native: _native.Work, _keep: object = keep) -> Any:
             return finish(native.receipt())
 
-        work = Work(self._engine.submit(**arguments), finish_work, f"{signature.collective} on rank {self.rank}")
+        work = Work(self._engine.submit(*arguments), finish_work, f"{signature.collective} on rank {self.rank}")
         with self._lock:
             while self._in_flight and self._in_flight[0].is_done():
                 self._in_flight.popleft()
@@ -648,7 +656,8 @@ class Communicator:
     def _require_usable(self) -> None:
         if self._process != os.getpid():
             raise CommunicatorClosedError(
-                f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked from it; "
+                f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked "
+                f"from it; "
                 f"call farandole.init() in the new process"
             )
         if self._failure is not None:
@@ -661,7 +670,8 @@ class Communicator:
             unfinished += not work._native.wait(max(0.0, limit - time.monotonic()))
         if unfinished:
             warnings.warn(
-                f"rank {self.rank} closes its communicator while {unfinished} background calls still wait for other ranks; "
+                f"rank {self.rank} closes its communicator while {unfinished} background calls still wait for other "
+                f"ranks; "
                 f"they are aborted on all ranks. Call wait() on each Work first.",
                 RuntimeWarning,
                 stacklevel=3,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from farandole import _native
+import farandole._native as _native
 from farandole.errors import ArgumentError, UnsupportedReductionError
 
 __all__ = ["DTYPES", "REDUCE_OPS", "DType", "dtype_named", "require_reducible"]

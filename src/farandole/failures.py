@@ -1,7 +1,7 @@
 """From the engine's word for what went wrong to the error that a user reads.
 
-The engine says why a communicator stopped and which rank it is about. What each rank was doing stands in the shared records, so every
-rank can tell the whole story, and all tell the same one.
+The engine says why a communicator stopped and which rank it is about. What each rank was doing stands in the shared
+records, so every rank can tell the whole story, and all tell the same one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ def explain_failure(
         timeout_s: of that call.
     """
     if reason == Abort.MISMATCH:
-        text = f"the ranks made different calls (rank {subject}'s was the first that did not fit):\n{_who_is_where(records)}"
+        text = f"the ranks made different calls (rank {subject}'s was the first that did not fit):\n"
+        text += _who_is_where(records)
         if len(set(map(str, records))) == 1:
-            text += "\n    These look alike, so the ranks differ in what is not shown: the algorithm, the parts, or a call before."
+            text += "\n    These look alike, so the ranks differ in what is not shown: "
+            text += "the algorithm, the parts, or a call before."
         return CollectiveMismatchError(text)
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, timeout_s))
@@ -59,13 +61,13 @@ def explain_failure(
             f"rank {subject} {how} while others needed it; its last call was {record}\n{_who_is_where(records)}"
         )
     if reason == Abort.INTERRUPTED:
-        return CommunicatorClosedError(f"rank {subject} was interrupted in the middle of a call; its last call was {records[subject]}")
+        return CommunicatorClosedError(
+            f"rank {subject} was interrupted in the middle of a call; its last call was {records[subject]}"
+        )
     return CommunicatorClosedError(f"rank {subject} aborted the communicator")
 
 
-def _timeout_text(
-    subject: int, rank: int, records: Sequence[CallRecord], call: Call | None, timeout_s: float
-) -> str:
+def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], call: Call | None, timeout_s: float) -> str:
     furthest = records[subject].sequence
     late = [r for r, record in enumerate(records) if record.sequence < furthest]
     whose = f"{timeout_s:g} s" if subject == rank else f"rank {subject}'s timeout"
@@ -75,10 +77,12 @@ def _timeout_text(
         return f"timeout after {whose}: rank {peer} has not {verb}; its last call is {records[peer]}"
     if late:
         missing = ", ".join(map(str, late))
-        noun = "rank" if len(late) == 1 else "ranks"
-        verb = "has" if len(late) == 1 else "have"
-        return f"timeout after {whose}: {noun} {missing} {verb} not arrived at collective number {furthest}\n{_who_is_where(records)}"
-    return f"timeout after {whose}: all ranks arrived, but the data did not come through in time\n{_who_is_where(records)}"
+        who = f"rank {missing} has" if len(late) == 1 else f"ranks {missing} have"
+        where = _who_is_where(records)
+        return f"timeout after {whose}: {who} not arrived at collective number {furthest}\n{where}"
+    return (
+        f"timeout after {whose}: all ranks arrived, but the data did not come through in time\n{_who_is_where(records)}"
+    )
 
 
 def _who_is_where(records: Sequence[CallRecord]) -> str:

@@ -15,16 +15,17 @@ __all__ = ["init"]
 def init(*, timeout_s: float | None = None) -> Communicator:
     """The communicator of all ranks of this job.
 
-    Who this process is comes from the environment: `farandole run` sets it; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    do. Where neither RANK nor WORLD_SIZE is set, the process is alone, and the world has one rank. Every rank must
-    call it; it may be called again after the communicator was closed, or for a second one.
+    Who this process is comes from the environment: `farandole run` sets it; else RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT do. Where neither RANK nor WORLD_SIZE is set, the process is alone, and the world has one rank. Every
+    rank must call it; it may be called again after the communicator was closed, or for a second one.
 
     Args:
-        timeout_s: seconds to wait for the other ranks here, and in every blocking call that does not say otherwise; None
-            takes FARANDOLE_TIMEOUT_S from the environment, or 300.
+        timeout_s: seconds to wait for the other ranks here, and in every blocking call that does not say otherwise;
+            None takes FARANDOLE_TIMEOUT_S from the environment, or 300.
 
     Returns:
-        The communicator; close it, or use it as a context manager. What is still open when the process ends is closed then.
+        The communicator; close it, or use it as a context manager. What is still open when the process ends is closed
+        then.
 
     Raises:
         RendezvousError: the ranks did not find one another; the message says which are missing and why.

@@ -29,7 +29,8 @@ class LocalWorld(Sequence[Communicator]):
             What each rank returned, in order of rank.
 
         Raises:
-            Exception: the first that a rank raised. The communicators are then aborted, so that no other rank waits for it.
+            Exception: the first that a rank raised. The communicators are then aborted, so that no other rank waits
+            for it.
         """
         results: list[Any] = [None] * len(self)
         failures: list[tuple[int, BaseException]] = []

@@ -8,9 +8,10 @@ The rules, one per step of the schedule, for each rank:
    and 16-bit floats are rounded once.
 3. Slots that the collective promises but that never change are copied from input to output.
 
-Order on a channel must be the same at both ends. A reader takes publications in the order of its combinations: by step, then by
-their first transfer. A writer therefore publishes in the order of its *readers'* combinations. For shared channels all readers must agree
-on that order; where they do not, that step falls back to a publication per reader.
+Order on a channel must be the same at both ends. A reader takes publications in the order of its combinations: by
+step, then by their first transfer. A writer therefore publishes in the order of its *readers'* combinations. For
+shared channels all readers must agree on that order; where they do not, that step falls back to a publication per
+reader.
 
 What must wait for what follows from the places: a read waits for the last write, a write waits for the last write and
 for all reads since.
@@ -174,9 +175,7 @@ class _Builder:
             equal_sizes=self.schedule.collective == "all_to_all",
         )
 
-    def _append_combine(
-        self, place: Place, value: int, operands: list[Remote | Local], *, completes: bool
-    ) -> None:
+    def _append_combine(self, place: Place, value: int, operands: list[Remote | Local], *, completes: bool) -> None:
         index = len(self.operations)
         after: set[int] = set()
         for operand in operands:
@@ -216,4 +215,6 @@ class _Builder:
         return size_index(self.schedule, self.values.chunk[value], self.rank)
 
     def _num_sizes(self) -> int:
-        return self.schedule.num_chunks * 2 + 1 if self.schedule.collective == "all_to_all" else self.schedule.num_chunks
+        return (
+            self.schedule.num_chunks * 2 + 1 if self.schedule.collective == "all_to_all" else self.schedule.num_chunks
+        )

@@ -1,7 +1,7 @@
 """Binds a program to sizes: which slot lies where in a call's buffers.
 
-Where a collective gives every rank a part of the buffer, ``counts`` holds the elements of each part; each part is cut into
-its chunks. Elsewhere it holds the elements of the whole buffer, cut into all chunks. Chunks are as equal as
+Where a collective gives every rank a part of the buffer, ``counts`` holds the elements of each part; each part is cut
+into its chunks. Elsewhere it holds the elements of the whole buffer, cut into all chunks. Chunks are as equal as
 possible: the first ones hold one element more.
 """
 
@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from farandole import _native
+import farandole._native as _native
 from farandole.collectives import chunks_of_part, is_parted
 from farandole.lowering import size_index
 from farandole.program import Combine, Local, Program

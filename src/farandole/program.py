@@ -6,15 +6,16 @@ A schedule says what moves where; a program says what one rank does. It has two 
 * ``Combine``: wait for the next publication of each remote operand, fold all operands in order, and store the result.
   With one operand it is a plain copy.
 
-Publications travel through *channels*: one per ordered pair of ranks, and one per rank that everyone else reads (a *shared*
-channel). A channel is a queue with room for a few segments; a publication waits for room, a combination waits for data.
+Publications travel through *channels*: one per ordered pair of ranks, and one per rank that everyone else reads (a
+*shared* channel). A channel is a queue with room for a few segments; a publication waits for room, a combination waits
+for data.
 
-Operations are listed in program order, but only two things order them: each channel carries its publications in that order,
-and an operation waits for those in its ``after``: segment by segment if both are of one size, else for the whole.
-Everything else may overlap.
+Operations are listed in program order, but only two things order them: each channel carries its publications in that
+order, and an operation waits for those in its ``after``: segment by segment if both are of one size, else for the
+whole. Everything else may overlap.
 
-A *place* is a slot in one of three regions: the caller's input, the caller's output, or work memory. Input and output may
-be the same memory; then slot s of both is the same place.
+A *place* is a slot in one of three regions: the caller's input, the caller's output, or work memory. Input and output
+may be the same memory; then slot s of both is the same place.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class Program(NamedTuple):
         operations: in program order.
         num_work_slots: slots of work memory that it uses.
         num_sizes: length of the table of sizes that it indexes.
-        equal_sizes: True if all sizes are equal whenever it matters, so that waiting is always segment by segment. So it is in
-            all_to_all: input and output share memory only if all parts are equal, and data is passed on only then.
+        equal_sizes: True if all sizes are equal whenever it matters, so that waiting is always segment by segment. So
+            it is in all_to_all: input and output share memory only if all parts are equal, and data is passed on only
+                then.
     """
 
     rank: int

@@ -1,13 +1,14 @@
 """Proves the programs that a schedule was lowered to.
 
-The programs of all ranks are run on values (see `farandole.verifier`), each operation cut into segments, through channels
-that hold only a few segments. One run proves every interleaving. An operation that could go on stays able to go on
+The programs of all ranks are run on values (see `farandole.verifier`), each operation cut into segments, through
+channels that hold only a few segments. One run proves every interleaving. An operation that could go on stays able to
+go on
 until it does: nothing that another rank does takes room or data away from it. In such a system every run that goes
-as far as it can takes the same actions (it is a marked graph, and those are confluent). So if this run ends, no run deadlocks;
-if it stops early, every run does.
+as far as it can takes the same actions (it is a marked graph, and those are confluent). So if this run ends, no run
+deadlocks; if it stops early, every run does.
 
-Contents are the same in every run as well, if any two operations of a rank that touch one place, one of them writing it,
-are ordered. That is checked operation by operation.
+Contents are the same in every run as well, if any two operations of a rank that touch one place, one of them writing
+it, are ordered. That is checked operation by operation.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _require_ordered(program: Program) -> None:
             for other in earlier:
                 if other not in operation.after and not _waits_for(program, index, other):
                     raise VerificationError(
-                        f"rank {program.rank}: operation {index} ({_describe(operation)}) may run before operation {other} "
+                        f"rank {program.rank}: operation {index} ({_describe(operation)}) may run before operation "
+                        f"{other} "
                         f"({_describe(program.operations[other])}), and both touch the same place",
                         rank=program.rank,
                         chunk=operation.place.slot,
@@ -262,11 +264,13 @@ class _Run:
         if not stuck:
             return
         lines = tuple(
-            f"rank {rank} stays at operation {index}: {_describe(operation)}; it waits for {self._blocker(rank, index, operation)}"
+            f"rank {rank} stays at operation {index}: {_describe(operation)}; "
+            f"it waits for {self._blocker(rank, index, operation)}"
             for rank, index, operation in stuck
         )
         raise VerificationError(
-            f"deadlock with {self.room} segments of room in each channel: {len(stuck)} of {len(self.programs)} ranks wait for ever",
+            f"deadlock with {self.room} segments of room in each channel: {len(stuck)} of {len(self.programs)} "
+            f"ranks wait for ever",
             rank=stuck[0][0],
             chunk=stuck[0][2].place.slot,
             path=lines[:16],
@@ -290,14 +294,21 @@ class _Run:
             expected = sum(1 << contributor for contributor in contributors)
             for value in self.contents[rank].get(Place(Region.OUTPUT, slot), [NOTHING]):
                 doubled = value != NOTHING and self.values.doubled[value] and not promise.duplicates_allowed
-                if value == NOTHING or doubled or (self.values.chunk[value], self.values.ranks[value]) != (chunk, expected):
+                if (
+                    value == NOTHING
+                    or doubled
+                    or (self.values.chunk[value], self.values.ranks[value]) != (chunk, expected)
+                ):
                     raise VerificationError(
-                        f"the program of rank {rank} leaves the wrong contents in output slot {slot}", rank=rank, chunk=slot
+                        f"the program of rank {rank} leaves the wrong contents in output slot {slot}",
+                        rank=rank,
+                        chunk=slot,
                     )
         for channel, queue in self.queues.items():
             for reader, taken in queue.taken.items():
                 if taken != len(queue.values):
                     raise VerificationError(
-                        f"rank {reader} takes {taken} of {len(queue.values)} segments that rank {channel[0]} publishes to it",
+                        f"rank {reader} takes {taken} of {len(queue.values)} segments that rank {channel[0]} "
+                        f"publishes to it",
                         rank=reader,
                     )

@@ -1,8 +1,9 @@
 """How the ranks of a job find one another and come to share memory.
 
-`join` reads who this process is from the environment, meets the others at the job's store, and returns a `Membership`: the
-shared arena and everyone's process. Rank 0 makes the arena as an anonymous file (a memfd), which has no name that could be
-left behind; the others open it through rank 0's process, which only the same user may, and check a random number in it.
+`join` reads who this process is from the environment, meets the others at the job's store, and returns a `Membership`:
+the shared arena and everyone's process. Rank 0 makes the arena as an anonymous file (a memfd), which has no name that
+could be left behind; the others open it through rank 0's process, which only the same user may, and check a random
+number in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from farandole import _native
+import farandole._native as _native
 from farandole.errors import RendezvousError
 from farandole.store import Address, StoreClient, StoreServer
 
@@ -46,8 +47,8 @@ class Identity:
 def identity_from(environment: Mapping[str, str]) -> Identity | None:
     """Who the environment says this process is; None if it says nothing: then it is alone.
 
-    ``farandole run`` sets RANK, WORLD_SIZE, FARANDOLE_RENDEZVOUS and FARANDOLE_SECRET. Without the latter two, MASTER_ADDR and
-    MASTER_PORT tell where rank 0 serves the store.
+    ``farandole run`` sets RANK, WORLD_SIZE, FARANDOLE_RENDEZVOUS and FARANDOLE_SECRET. Without the latter two,
+    MASTER_ADDR and MASTER_PORT tell where rank 0 serves the store.
 
     Raises:
         RendezvousError: a variable is missing or makes no sense.
@@ -59,17 +60,20 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
         raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
     secret = environment.get("FARANDOLE_SECRET", "").encode()
     if "FARANDOLE_RENDEZVOUS" in environment:
-        host, _, port = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
-        return Identity(rank, world_size, (host, _port(port, "FARANDOLE_RENDEZVOUS")), False, secret)
+        meeting_host, _, meeting_port = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
+        store = (meeting_host, _port(meeting_port, "FARANDOLE_RENDEZVOUS"))
+        return Identity(rank, world_size, store, False, secret)
     if "MASTER_ADDR" not in environment:
         raise RendezvousError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR and MASTER_PORT"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR "
+            "and MASTER_PORT"
         )
     host = environment["MASTER_ADDR"].strip("[]")
     port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
     if not secret and not _is_loopback(host):
         raise RendezvousError(
-            f"MASTER_ADDR is {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same long random text on all ranks"
+            f"MASTER_ADDR is {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same "
+            f"long random text on all ranks"
         )
     return Identity(rank, world_size, (host, port), rank == 0, secret)
 
@@ -106,9 +110,7 @@ class Membership:
             raise
         return descriptors
 
-    def split(
-        self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]
-    ) -> Membership | None:
+    def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
 
         Args:
@@ -192,7 +194,8 @@ def _meet(client: StoreClient, identity: Identity, prefix: str, limit: float, ti
     cards = [json.loads(text) for text in _get_all(client, identity, f"{prefix}rank/", limit, timeout_s, "joined")]
     if cards[identity.rank]["ticket"] != ticket:
         raise RendezvousError(
-            f"two processes claim rank {identity.rank}: {os.getpid()} and {cards[identity.rank]['process']}; give each its own RANK"
+            f"two processes claim rank {identity.rank}: {os.getpid()} and {cards[identity.rank]['process']}; give "
+            f"each its own RANK"
         )
     sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
     if len(set(sizes.values())) > 1:
@@ -254,7 +257,9 @@ def _map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
         os.close(own)
         raise RendezvousError(f"{error}; all ranks must run on one host") from error
     if arena.nonce != nonce:
-        raise RendezvousError(f"process {process} on this host is not the rank it should be; all ranks must run on one host")
+        raise RendezvousError(
+            f"process {process} on this host is not the rank it should be; all ranks must run on one host"
+        )
     return arena
 
 

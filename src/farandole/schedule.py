@@ -44,9 +44,7 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         verb = "is added to" if self.reduce else "replaces"
-        return (
-            f"step {self.step}: rank {self.src} slot {self.src_slot} {verb} rank {self.dst} slot {self.dst_slot}"
-        )
+        return f"step {self.step}: rank {self.src} slot {self.src_slot} {verb} rank {self.dst} slot {self.dst_slot}"
 
 
 class Schedule:
@@ -59,7 +57,8 @@ class Schedule:
         collective: what the schedule claims to do, one of `farandole.collectives.COLLECTIVES`.
         world_size: number of ranks, N >= 1.
         num_chunks: chunks that the whole buffer is cut into, >= 1. Where every rank owns a part of the buffer
-            (all_gather, reduce_scatter, ...) this is a multiple of N and part r is the r-th run of num_chunks / N chunks.
+            (all_gather, reduce_scatter, ...) this is a multiple of N and part r is the r-th run of num_chunks / N
+            chunks.
         transfers: rows of (step, src, src_slot, dst, dst_slot, reduce) in any order of steps; within a step the
             order is kept. An (M, 6) integer array is taken as it is.
         num_scratch: scratch slots per rank, numbered from num_chunks on.

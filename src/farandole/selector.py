@@ -1,7 +1,7 @@
 """Which algorithm a collective uses when the caller names none.
 
-On one host every pair of ranks is equally near and a step costs a few cache misses, so the fewest steps win: small all_reduce messages go
-to everyone at once; larger ones are reduced where they belong, each by one rank, and gathered.
+On one host every pair of ranks is equally near and a step costs a few cache misses, so the fewest steps win: small
+all_reduce messages go to everyone at once; larger ones are reduced where they belong, each by one rank, and gathered.
 """
 
 from __future__ import annotations

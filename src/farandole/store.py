@@ -1,7 +1,8 @@
 """A small key-value store through which the ranks of a job meet.
 
-One process serves it; the others set keys and wait for keys. Connections are those of `multiprocessing.connection`, whose
-challenge-response over the job's secret (HMAC, both ways) comes before anything else is read. Messages are JSON, never pickle.
+One process serves it; the others set keys and wait for keys. Connections are those of `multiprocessing.connection`,
+whose challenge-response over the job's secret (HMAC, both ways) comes before anything else is read. Messages are JSON,
+never pickle.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class StoreServer:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = threading.Event()
         self.num_refused = 0
         try:
             self._listener = Listener(address, backlog=1024)
         except OSError as error:
             raise RendezvousError(
-                f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; is another job using the port?"
+                f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; is another job "
+                f"using the port?"
             ) from error
         host, port = self._listener.address
         self.address: Address = (host, port)
@@ -54,20 +56,20 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop serving. Clients that still wait for a key are disconnected."""
+        self._closing.set()
         with self._changed:
-            self._closing = True
             self._changed.notify_all()
         with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=1):
             pass  # lets accept() return, so that it sees that we are closing
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             try:
                 connection = self._listener.accept()
             except OSError:
                 continue
-            if self._closing:
+            if self._closing.is_set():
                 connection.close()
                 return
             threading.Thread(target=self._serve, args=(connection,), name="farandole-store-client", daemon=True).start()
@@ -90,8 +92,8 @@ class StoreServer:
         watchdog.daemon = True
         watchdog.start()
         try:
-            deliver_challenge(connection, self._secret)  # type: ignore[attr-defined]
-            answer_challenge(connection, self._secret)  # type: ignore[attr-defined]
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
         except Exception:  # whatever a stranger's bytes lead to
             return False
         else:
@@ -106,7 +108,8 @@ class StoreServer:
                 self._values[key] = str(request["value"])
                 self._changed.notify_all()
                 return {}
-            self._changed.wait_for(lambda: key in self._values or self._closing, timeout=float(request["timeout_s"]))
+            timeout_s = float(request["timeout_s"])
+            self._changed.wait_for(lambda: key in self._values or self._closing.is_set(), timeout_s)
             return {"value": self._values.get(key)}
 
 
@@ -158,14 +161,16 @@ def _connect(address: Address, secret: bytes, timeout_s: float) -> Connection:
             return Client(address, authkey=secret)
         except AuthenticationError as error:
             raise RendezvousError(
-                f"the process at {address[0]}:{address[1]} has another secret: it belongs to another job, or FARANDOLE_SECRET differs"
+                f"the process at {address[0]}:{address[1]} has another secret: it belongs to another job, or "
+                f"FARANDOLE_SECRET differs"
             ) from error
         except socket.gaierror as error:
             raise RendezvousError(f"the host name {address[0]!r} cannot be resolved: {error}") from error
         except (EOFError, OSError) as error:
             if time.monotonic() > limit:
                 raise RendezvousError(
-                    f"nobody answers at {address[0]}:{address[1]} after {timeout_s:g} s ({error or 'connection closed'}); is rank 0 running?"
+                    f"nobody answers at {address[0]}:{address[1]} after {timeout_s:g} s "
+                    f"({error or 'connection closed'}); is rank 0 running?"
                 ) from error
             time.sleep(_RETRY_S)
 

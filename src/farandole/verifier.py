@@ -1,8 +1,9 @@
 """Proves that a schedule does what its collective promises.
 
-The proof runs the schedule on *values* instead of numbers. A value is what a slot holds: a leaf (one rank's contribution
-to one chunk), or the fold of several values in a given order. So it knows, exactly, which contributions a slot
-holds, how often each, and in which order they were added. Four things are shown, or the first counterexample is raised:
+The proof runs the schedule on *values* instead of numbers. A value is what a slot holds: a leaf (one rank's
+contribution to one chunk), or the fold of several values in a given order. So it knows, exactly, which contributions a
+slot holds, how often each, and in which order they were added. Four things are shown, or the first counterexample is
+raised:
 
 1. every slot that is read holds something, and only values of one chunk are added to each other;
 2. at the end, every slot that the collective promises holds each promised contribution exactly once;
@@ -230,13 +231,17 @@ def _require_promise_kept(interpretation: Interpretation) -> None:
             raise _ends_wrong(interpretation, rank, slot, f"holds {held} in place of {wanted}")
         missing = [r for r in contributors if not values.ranks[value] >> r & 1]
         if missing:
-            raise _ends_wrong(interpretation, rank, slot, f"lacks the contribution of {_name_ranks(missing)}", missing[0])
+            raise _ends_wrong(
+                interpretation, rank, slot, f"lacks the contribution of {_name_ranks(missing)}", missing[0]
+            )
         if promise.duplicates_allowed:
             continue
         if values.doubled[value]:
             twice = (values.doubled[value] & -values.doubled[value]).bit_length() - 1
             count = values.times(value, twice)
-            raise _ends_wrong(interpretation, rank, slot, f"holds the contribution of rank {twice} {count} times", twice)
+            raise _ends_wrong(
+                interpretation, rank, slot, f"holds the contribution of rank {twice} {count} times", twice
+            )
         first_rank, first_value = fold_of_chunk.setdefault(chunk, (rank, value))
         if first_value != value:
             problem = f"was added up in another order than on rank {first_rank}, so their last bits may differ"
@@ -254,7 +259,8 @@ def _ends_wrong(
         path.append(_whereabouts(interpretation, rank, slot, contributor))
     writers = [a for a in interpretation.assignments if (a.rank, a.slot) == (rank, slot)]
     return VerificationError(
-        f"{schedule.name} {schedule.collective} on {schedule.world_size} ranks: at the end, rank {rank} chunk {slot} {problem}",
+        f"{schedule.name} {schedule.collective} on {schedule.world_size} ranks: at the end, rank {rank} chunk "
+        f"{slot} {problem}",
         rank=rank,
         chunk=slot,
         transfer=writers[-1].transfers[-1] if writers else None,
@@ -321,7 +327,8 @@ def _adds_to_nothing(schedule: Schedule, index: int) -> VerificationError:
 def _replaces_twice(schedule: Schedule, first: int, index: int) -> VerificationError:
     transfer = schedule.transfer(index)
     return VerificationError(
-        f"{_describe(schedule, index)}, and transfer {first} writes the same slot in the same step; only the first may replace, "
+        f"{_describe(schedule, index)}, and transfer {first} writes the same slot in the same step; only the first "
+        f"may replace, "
         f"the others must reduce, or go into another step",
         rank=transfer.dst,
         chunk=transfer.dst_slot,
@@ -332,7 +339,8 @@ def _replaces_twice(schedule: Schedule, first: int, index: int) -> VerificationE
 def _arrives_twice(schedule: Schedule, index: int) -> VerificationError:
     transfer = schedule.transfer(index)
     return VerificationError(
-        f"{_describe(schedule, index)}, and an earlier transfer of the same step brings something else from rank {transfer.src} "
+        f"{_describe(schedule, index)}, and an earlier transfer of the same step brings something else from rank "
+        f"{transfer.src} "
         f"into the same slot; put one of them into a step of its own",
         rank=transfer.dst,
         chunk=transfer.dst_slot,
@@ -343,7 +351,8 @@ def _arrives_twice(schedule: Schedule, index: int) -> VerificationError:
 def _reads_late(schedule: Schedule, index: int) -> VerificationError:
     transfer = schedule.transfer(index)
     return VerificationError(
-        f"{_describe(schedule, index)}, but an earlier transfer of the same step writes rank {transfer.src} slot {transfer.src_slot}; "
+        f"{_describe(schedule, index)}, but an earlier transfer of the same step writes rank {transfer.src} slot "
+        f"{transfer.src_slot}; "
         f"put the local transfer before it, or go through a scratch slot",
         rank=transfer.dst,
         chunk=transfer.src_slot,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from farandole import _native
+import farandole._native as _native
 from farandole.errors import CollectiveTimeoutError
 
 __all__ = ["Work"]
@@ -15,8 +15,8 @@ __all__ = ["Work"]
 class Work:
     """A call that a communicator runs in the background; made by ``async_op=True``.
 
-    Until it is done, its buffers belong to the call: do not write to them, and do not read the outputs. The handle need not be
-    kept; the call goes on, and keeps its buffers, without it.
+    Until it is done, its buffers belong to the call: do not write to them, and do not read the outputs. The handle
+    need not be kept; the call goes on, and keeps its buffers, without it.
     """
 
     def __init__(self, native: _native.Work, finish: Callable[[_native.Work], Any], describe: str) -> None:
@@ -34,8 +34,8 @@ class Work:
         """Wait for the call to end.
 
         Args:
-            timeout: seconds to wait here; None waits as long as the call itself may take. When it is over, the call goes
-                on, and may be waited for again.
+            timeout: seconds to wait here; None waits as long as the call itself may take. When it is over, the call
+                goes on, and may be waited for again.
 
         Returns:
             What the same call returns without ``async_op``.
@@ -45,7 +45,9 @@ class Work:
             CommunicationError: what the call itself raised; the same at every wait.
         """
         if not self._native.wait(math.inf if timeout is None else timeout):
-            raise CollectiveTimeoutError(f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again")
+            raise CollectiveTimeoutError(
+                f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again"
+            )
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -37,8 +39,9 @@ def main() -> None:
             runpy.run_path(program, run_name="__main__")
     except Exception as error:
         # The launcher shows the traceback of the rank that failed first, and only that one.
+        report = {"time_ns": time.monotonic_ns(), "traceback": _user_traceback(error)}
         with contextlib.suppress(OSError), errors:
-            errors.write(_user_traceback(error))
+            json.dump(report, errors)
         _flush()
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -68,7 +69,7 @@ class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
-    error_text: bytearray = field(default_factory=bytearray)
+    error_report: bytearray = field(default_factory=bytearray)
     lines: dict[str, bytearray] = field(default_factory=lambda: {"stdout": bytearray(), "stderr": bytearray()})
 
 
@@ -83,10 +84,12 @@ def run_processes(
     """Run ``command`` as a job of ``world_size`` ranks and wait until all have ended.
 
     Args:
-        command: a Python script (ending in .py) or any program, with its arguments; with ``module``, the name of a Python module.
+        command: a Python script (ending in .py) or any program, with its arguments; with ``module``, the name of a
+            Python module.
         world_size: number of ranks, >= 1.
         module: run a module, as ``python -m`` does.
-        on_line: called with (rank, "stdout" or "stderr", line) for each line a rank prints; None lets the ranks print for themselves.
+        on_line: called with (rank, "stdout" or "stderr", line) for each line a rank prints; None lets the ranks print
+            for themselves.
         environment: of the ranks, to which the job's own variables are added; None takes this process's.
 
     Returns:
@@ -201,15 +204,25 @@ class _Job:
                 self._forget(key)
                 os.close(key.fd)
                 running.discard(entry.rank)
-                code = _exit_code(entry.process)
-                if code:
-                    self._drain(entry)
-                    return JobResult(failure=_failure_of(entry, code))
+                if _exit_code(entry.process):
+                    return JobResult(failure=self._first_failure())
         if self.signal is not None:
             return JobResult(interrupted_by=self.signal)
         for entry in self.ranks:
             self._drain(entry)
         return JobResult()
+
+    def _first_failure(self) -> RankFailure:
+        """Of all ranks that have failed by now, the one that did so first: the others may have failed because of it."""
+        failures: list[tuple[int, RankFailure]] = []
+        for entry in self.ranks:
+            self._drain(entry)
+            code = _exit_code(entry.process)
+            if code:
+                failures.append(_failure_of(entry, code))
+            elif entry.error_report:  # it has raised, and is on its way out
+                failures.append(_failure_of(entry, 1))
+        return min(failures, key=lambda failure: failure[0])[1]
 
     def end(self) -> None:
         """End whatever of the job still lives: first politely, then for certain."""
@@ -244,7 +257,7 @@ class _Job:
                 self._print(entry, name, b"\n" if entry.lines[name] else b"")
             return False
         if name == "errors":
-            entry.error_text += data
+            entry.error_report += data
         else:
             self._print(entry, name, data)
         return True
@@ -287,10 +300,13 @@ def _signal_group(process: int, number: int) -> None:
         os.killpg(process, number)
 
 
-def _failure_of(entry: _Rank, code: int) -> RankFailure:
+def _failure_of(entry: _Rank, code: int) -> tuple[int, RankFailure]:
+    """When a rank failed, and how. No other rank can end one by a signal, so that comes before all else."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
-    text = entry.error_text.decode(errors="replace")
-    reason = "raised an exception" if text else f"exited with code {code}"
-    return RankFailure(entry.rank, code, reason, text)
+        return 0, RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
+    try:
+        report = json.loads(entry.error_report)
+    except json.JSONDecodeError:  # nothing, or cut off
+        return time.monotonic_ns(), RankFailure(entry.rank, code, f"exited with code {code}", "")
+    return report["time_ns"], RankFailure(entry.rank, code, "raised an exception", report["traceback"])
