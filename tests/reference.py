@@ -27,32 +27,44 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def data(rank: int, count: int, dtype: str, op: str = "sum", salt: int = 0) -> np.ndarray:
-    """``count`` elements that differ per rank, element and salt; kept small for prod, so that it does not overflow."""
+    """``count`` elements that differ per rank, element and salt.
+
+    Floats are such that no rounding can hide a mistake: whole numbers whose sums are exact in the dtype for 16 ranks,
+    and for prod powers of two that cannot overflow. Other bounds would be too wide: in bfloat16, the usual
+    N * eps * sum|x| lets a missing contribution pass.
+    """
     mixed = (np.arange(count, dtype=np.uint64) * 2654435761 + rank * 40503 + salt * 977 + 12345) % 65521
     if dtype == "bool":
         return mixed % 3 == 0
     if dtype in INTEGERS:
         return (mixed * 0x9E3779B97F4A7C15).view(np.int64).astype(numpy_dtype(dtype))
-    unit = mixed.astype(np.float64) / 65521
-    values = 0.75 + unit / 2 if op == "prod" else (unit - 0.5) * 100
+    if op == "prod":
+        values = np.array([1, 2, -1, -2])[mixed % 4] if rank % 2 else np.array([1, 0.5, -1, -0.5])[mixed % 4]
+        imaginary = np.where(mixed % 5 == 0, values, 0)
+    else:
+        span = {"bfloat16": 17, "float16": 129}.get(dtype, 65521)
+        values = (mixed % span).astype(np.float64) - span // 2
+        imaginary = np.roll(values, 1)
     if dtype in COMPLEX:
-        return (values + 1j * np.roll(values, 1)).astype(dtype)
+        # for prod, a power of two times a power of i
+        return (
+            np.where(imaginary == values, 0, values) + 1j * imaginary if op == "prod" else values + 1j * imaginary
+        ).astype(dtype)
     return values.astype(numpy_dtype(dtype))
 
 
 def reduced(parts: list[np.ndarray], dtype: str, op: str) -> tuple[np.ndarray, np.ndarray]:
-    """The reduction of ``parts`` and how far from it a right result may be, element by element."""
+    """The reduction of ``parts`` (of `data`) and how far from it a right result may be, element by element."""
     if dtype in INTEGERS or dtype == "bool":
         return _reduced_exactly(parts, op), np.zeros(len(parts[0]))
     wide = np.stack([part.astype(np.complex128 if dtype in COMPLEX else np.float64) for part in parts])
-    n = len(parts)
-    eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
+    exact = np.zeros(wide.shape[1])
+    if op == "avg":
+        mean = wide.mean(axis=0)
+        return mean, np.abs(mean) * float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)  # the division rounds, nothing else
     if op in ("min", "max"):
-        return (wide.min(axis=0) if op == "min" else wide.max(axis=0)), np.zeros(wide.shape[1])
-    if op == "prod":
-        return wide.prod(axis=0), 3 * n * eps * np.abs(wide).prod(axis=0)
-    divisor = n if op == "avg" else 1
-    return wide.sum(axis=0) / divisor, n * eps * np.abs(wide).sum(axis=0) / divisor
+        return (wide.min(axis=0) if op == "min" else wide.max(axis=0)), exact
+    return (wide.prod(axis=0) if op == "prod" else wide.sum(axis=0)), exact
 
 
 def _reduced_exactly(parts: list[np.ndarray], op: str) -> np.ndarray:

@@ -19,8 +19,9 @@ from farandole.cli import app, main
 from farandole.cli.algorithm_argument import schedules_of
 from farandole.cli.bench import counts_between, parse_size
 from farandole.cli.bench_check import PERIOD, contribution, count_wrong, describe_bound, numpy_dtype, reduced
-from farandole.cli.bench_settings import BUSBW_FACTORS, COLLECTIVES, Measurement, Row, Settings
+from farandole.cli.bench_settings import COLLECTIVES, Measurement, Row, Settings
 from farandole.cli.bench_worker import Bench, Buffers
+from farandole.cost_model import bus_factor
 from farandole.dtypes import DTYPES, REDUCE_OPS, dtype_named, require_reducible
 from farandole.errors import ArgumentError, FarandoleError, MalformedScheduleError
 from farandole.launch import JobResult
@@ -373,7 +374,7 @@ def test_bench_refuses_what_cannot_work_before_it_starts(plans, monkeypatch, opt
 
 
 def test_busbw_factors_are_those_of_nccl_tests():
-    factors = {collective: BUSBW_FACTORS[collective](4) for collective in COLLECTIVES}
+    factors = {collective: bus_factor(collective, 4) for collective in COLLECTIVES}
     assert factors.pop("all_reduce") == 1.5
     assert factors.pop("barrier") == 1
     halves = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")

@@ -89,15 +89,15 @@ std::shared_ptr<Arena> Arena::create(const Geometry& geometry) {
 
 std::shared_ptr<Arena> Arena::map(int descriptor) {
   struct stat status{};
-  if (fstat(descriptor, &status) != 0 ||
-      status.st_size < static_cast<off_t>(sizeof(ArenaHeader))) {
+  if (fstat(descriptor, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(ArenaHeader))) {
     throw std::runtime_error("this descriptor is not the shared memory of a communicator");
   }
   const auto memory = map_whole(descriptor, static_cast<std::size_t>(status.st_size));
   const auto* header = reinterpret_cast<const ArenaHeader*>(memory.data());
   if (header->magic != kMagic || total_bytes(header->geometry) != memory.size()) {
     munmap(memory.data(), memory.size());
-    throw std::runtime_error("this shared memory does not belong to a communicator of this version");
+    throw std::runtime_error(
+        "this shared memory does not belong to a communicator of this version");
   }
   const Geometry geometry = header->geometry;
   return std::shared_ptr<Arena>(new Arena(descriptor, memory, geometry));

@@ -1,22 +1,27 @@
 // The memory that the ranks of one communicator on one host share, and where everything lies in it.
 //
-// An arena holds, in this order: a header, one RankState per rank, and N x N channels. Channel (s, d) carries what rank s
-// publishes to rank d; channel (s, s) is the shared channel of s, which every other rank reads.
+// An arena holds, in this order: a header, one RankState per rank, and N x N channels. Channel (s,
+// d) carries what rank s publishes to rank d; channel (s, s) is the shared channel of s, which
+// every other rank reads.
 //
-// A channel is a queue of `num_slots` slots. The writer fills slot `published % num_slots` and then counts `published`
-// up; a reader that has taken `taken` segments reads slot `taken % num_slots` and then counts `taken` up. The writer may
-// fill a slot again once every reader has taken what was in it: published - taken < num_slots.
+// A channel is a queue of `num_slots` slots. The writer fills slot `published % num_slots` and then
+// counts `published` up; a reader that has taken `taken` segments reads slot `taken % num_slots`
+// and then counts `taken` up. The writer may fill a slot again once every reader has taken what was
+// in it: published - taken < num_slots.
 //
 // Owners and memory orders:
-//   published   written by the writer alone. Stored after the slot was filled; a reader that loads it therefore sees the
+//   published   written by the writer alone. Stored after the slot was filled; a reader that loads
+//   it therefore sees the
 //               slot's contents (store-release, load-acquire).
-//   taken       written by its one reader alone. Stored after the slot was read; a writer that loads it may therefore
+//   taken       written by its one reader alone. Stored after the slot was read; a writer that
+//   loads it may therefore
 //               fill the slot again (store-release, load-acquire).
-//   slot        owned by the writer while it is free, by its readers while it is published; plain memory.
-//   sleeping, doorbell   see RankState.
-// published, taken and sleeping are used with seq_cst, which contains release and acquire: going to sleep needs more than
-// them. A sleeper stores `sleeping` and then loads the counter; its peer stores the counter and then loads
-// `sleeping`. Only a single order of all four lets at least one of the two see the other's store (no lost wake-up).
+//   slot        owned by the writer while it is free, by its readers while it is published; plain
+//   memory. sleeping, doorbell   see RankState.
+// published, taken and sleeping are used with seq_cst, which contains release and acquire: going to
+// sleep needs more than them. A sleeper stores `sleeping` and then loads the counter; its peer
+// stores the counter and then loads `sleeping`. Only a single order of all four lets at least one
+// of the two see the other's store (no lost wake-up).
 #pragma once
 
 #include <atomic>
@@ -39,24 +44,27 @@ struct Geometry {
 // Why a communicator stopped. Set once, by whichever rank found out first.
 enum class Abort : std::uint32_t { none, mismatch, timeout, peer_lost, requested, interrupted };
 
-// What a rank is in, for the errors and the status display of other ranks. Written by its rank alone, relaxed: it is a
-// snapshot. Only `agreement` decides anything.
+// What a rank is in, for the errors and the status display of other ranks. Written by its rank
+// alone, relaxed: it is a snapshot. Only `agreement` decides anything.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence{0};  // calls begun
   std::atomic<std::uint64_t> finished{0};  // calls ended
-  std::atomic<std::uint64_t> what{0};      // collective, dtype, op and root, packed by whoever calls
-  std::atomic<std::uint64_t> count{0};     // elements of the call
-  // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by number that differ
-  // here made different calls, even if they never meet on a channel. One word, so that the two belong together; relaxed.
+  std::atomic<std::uint64_t> what{0};   // collective, dtype, op and root, packed by whoever calls
+  std::atomic<std::uint64_t> count{0};  // elements of the call
+  // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by
+  // number that differ here made different calls, even if they never meet on a channel. One word,
+  // so that the two belong together; relaxed.
   std::atomic<std::uint64_t> agreement{0};
 };
 
 struct alignas(kCacheLine) RankState {
   // Counted up by whoever wakes this rank; this rank sleeps on it. (seq_cst, see above)
   std::atomic<std::uint32_t> doorbell{0};
-  // 1 while this rank is asleep or about to be. Written by this rank; reset by whoever wakes it. (seq_cst)
+  // 1 while this rank is asleep or about to be. Written by this rank; reset by whoever wakes it.
+  // (seq_cst)
   std::atomic<std::uint32_t> sleeping{0};
-  // 1 once this rank has closed. Written by this rank alone, release; what it published before is then visible.
+  // 1 once this rank has closed. Written by this rank alone, release; what it published before is
+  // then visible.
   std::atomic<std::uint32_t> closed{0};
   alignas(kCacheLine) CallRecord call;
 };
@@ -64,8 +72,9 @@ struct alignas(kCacheLine) RankState {
 struct alignas(kCacheLine) ArenaHeader {
   std::uint64_t magic = 0;
   Geometry geometry;
-  // Packed: low 32 bits an Abort, high 32 bits the rank it is about. One compare-exchange from 0 decides which rank's
-  // finding counts; acq_rel, so that who sees it also sees the finder's CallRecord.
+  // Packed: low 32 bits an Abort, high 32 bits the rank it is about. One compare-exchange from 0
+  // decides which rank's finding counts; acq_rel, so that who sees it also sees the finder's
+  // CallRecord.
   alignas(kCacheLine) std::atomic<std::uint64_t> abort{0};
 };
 
@@ -110,7 +119,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // A new arena in anonymous memory, with a descriptor that other processes can map it by.
   static std::shared_ptr<Arena> create(const Geometry& geometry);
-  // Maps an arena that another process created. Throws std::runtime_error if `descriptor` is no arena.
+  // Maps an arena that another process created. Throws std::runtime_error if `descriptor` is no
+  // arena.
   static std::shared_ptr<Arena> map(int descriptor);
 
   Arena(const Arena&) = delete;

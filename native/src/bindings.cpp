@@ -1,5 +1,6 @@
-// The engine as a Python module. Buffers are passed as addresses: whose memory it is, that it is long enough and that it
-// stays alive is checked and kept by farandole/communicator.py, the only user of this module.
+// The engine as a Python module. Buffers are passed as addresses: whose memory it is, that it is
+// long enough and that it stays alive is checked and kept by farandole/communicator.py, the only
+// user of this module.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -46,8 +47,11 @@ std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32
                                 std::uint32_t world_size, std::size_t max_segment_bytes,
                                 std::size_t element_bytes) {
   const ProgramColumns program{as_rows<ProgramColumns::Operation>(operations),
-                               as_rows<ProgramColumns::Operand>(operands), as_span(operand_ends),
-                               as_span(after), as_span(after_ends), equal_sizes};
+                               as_rows<ProgramColumns::Operand>(operands),
+                               as_span(operand_ends),
+                               as_span(after),
+                               as_span(after_ends),
+                               equal_sizes};
   const Layout layout{as_span(size_bytes), as_span(input_offset), as_span(output_offset),
                       num_work_slots};
   return std::make_shared<Plan>(program, layout, rank, world_size, max_segment_bytes,

@@ -1,4 +1,5 @@
-// The two ends of a channel, each with what only it knows. See arena.hpp for the protocol and its memory orders.
+// The two ends of a channel, each with what only it knows. See arena.hpp for the protocol and its
+// memory orders.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,8 @@
 
 namespace farandole {
 
-// Wakes `rank` if it sleeps. Call it after a seq_cst store of the counter that it may be waiting for.
+// Wakes `rank` if it sleeps. Call it after a seq_cst store of the counter that it may be waiting
+// for.
 inline void wake(RankState& rank) noexcept {
   if (rank.sleeping.load(std::memory_order_seq_cst) == 0) return;
   rank.sleeping.store(0, std::memory_order_seq_cst);

@@ -27,8 +27,8 @@ void pause_briefly() noexcept {
 #endif
 }
 
-// Mixes all calls before into a call's fingerprint, so that no call passes for another, and ranks that differed in one call
-// are found out at the next, even if they never met in it.
+// Mixes all calls before into a call's fingerprint, so that no call passes for another, and ranks
+// that differed in one call are found out at the next, even if they never met in it.
 std::uint64_t mix(std::uint64_t fingerprint, std::uint64_t history) noexcept {
   std::uint64_t x = fingerprint + (history + 1) * 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
@@ -141,7 +141,8 @@ std::pair<Abort, std::uint32_t> Engine::aborted() const noexcept {
 
 void Engine::close() noexcept {
   if (getpid() != owner_) {
-    // A child forked from the owner: the thread is not in this process, and the rank is not ours to close.
+    // A child forked from the owner: the thread is not in this process, and the rank is not ours to
+    // close.
     if (thread_.joinable()) thread_.detach();
     return;
   }
@@ -262,7 +263,8 @@ bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment,
   });
 }
 
-// Does the next segment of an operation. False if it must wait, or found a mismatch (then receipt.status says so).
+// Does the next segment of an operation. False if it must wait, or found a mismatch (then
+// receipt.status says so).
 bool Engine::advance(std::uint32_t index, const Call& call, Receipt& receipt) {
   const Plan::Operation& operation = call.plan->operations()[index];
   const std::uint32_t segment = done_[index];
@@ -346,7 +348,8 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
     if (!progress && receipt.status == Abort::none) {
       std::tie(receipt.status, receipt.subject) = aborted();
       if (receipt.status == Abort::none) {
-        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
+        const auto left =
+            std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
         if (left > std::chrono::nanoseconds::zero()) {
           futex_wait(self.doorbell, bell, std::min<std::chrono::nanoseconds>(kSlice, left));
         } else {

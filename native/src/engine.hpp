@@ -1,8 +1,9 @@
 // Runs plans: one engine per rank and communicator.
 //
-// A run keeps the operations whose turn has come in a short list, in program order, and lets each go on by one segment at a
-// time for as long as any can. A combination followed by a publication of the same chunk so passes each segment on
-// while it is still in the cache. When nothing can go on, the rank spins for a moment and then sleeps on its doorbell.
+// A run keeps the operations whose turn has come in a short list, in program order, and lets each
+// go on by one segment at a time for as long as any can. A combination followed by a publication of
+// the same chunk so passes each segment on while it is still in the cache. When nothing can go on,
+// the rank spins for a moment and then sleeps on its doorbell.
 #pragma once
 
 #include <sys/types.h>
@@ -31,9 +32,9 @@ struct Call {
   CombineFunction combine = nullptr;  // null where nothing is reduced
   std::uint32_t divisor = 1;          // of completed sums
   std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
-  bool sequenced = true;              // false for send and receive, which not all ranks take part in
-  std::uint64_t what = 0;             // see CallRecord
-  std::uint64_t count = 0;            // see CallRecord
+  bool sequenced = true;    // false for send and receive, which not all ranks take part in
+  std::uint64_t what = 0;   // see CallRecord
+  std::uint64_t count = 0;  // see CallRecord
   std::optional<std::chrono::nanoseconds> timeout;
 };
 
@@ -66,8 +67,8 @@ class Engine {
   // Returns true to interrupt the run; asked a few times a second while a rank waits.
   using Interrupted = std::function<bool()>;
 
-  // `process_descriptors`: per rank a pidfd, or -1 where none is needed (this process) or to be had. The engine owns them.
-  // `spins`: how often to look again before going to sleep.
+  // `process_descriptors`: per rank a pidfd, or -1 where none is needed (this process) or to be
+  // had. The engine owns them. `spins`: how often to look again before going to sleep.
   Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
          std::uint32_t spins);
   ~Engine();
@@ -82,7 +83,8 @@ class Engine {
   // Runs `call` on the engine's own thread, after all calls before it.
   std::shared_ptr<Work> submit(const Call& call);
 
-  // Ends all runs of all ranks. The first abort of a communicator decides; later ones change nothing.
+  // Ends all runs of all ranks. The first abort of a communicator decides; later ones change
+  // nothing.
   void abort(Abort reason, std::uint32_t subject) noexcept;
   // Abort::none while the communicator is in order; with the rank it is about.
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
@@ -124,20 +126,23 @@ class Engine {
   const pid_t owner_;  // the process that made this engine
 
   // Used by whoever holds the turn (`busy_`), and by nobody else.
-  std::vector<std::unique_ptr<Writer>> writers_;  // by dst; at rank_: the shared channel. Made when first used.
-  std::vector<std::unique_ptr<Reader>> readers_;  // by src; at world_size_ + src: its shared channel
-  std::vector<std::uint32_t> done_;               // segments, per operation
-  std::vector<std::uint32_t> turns_;              // channels on which it must still wait, per operation
-  std::vector<std::uint32_t> active_;             // operations whose turn has come, in program order
+  std::vector<std::unique_ptr<Writer>>
+      writers_;  // by dst; at rank_: the shared channel. Made when first used.
+  std::vector<std::unique_ptr<Reader>>
+      readers_;                        // by src; at world_size_ + src: its shared channel
+  std::vector<std::uint32_t> done_;    // segments, per operation
+  std::vector<std::uint32_t> turns_;   // channels on which it must still wait, per operation
+  std::vector<std::uint32_t> active_;  // operations whose turn has come, in program order
   std::vector<const std::byte*> sources_;
   std::unique_ptr<std::byte[]> work_memory_;
   std::size_t work_capacity_ = 0;
   std::uint64_t sequence_ = 0;  // collectives begun
-  std::uint64_t history_ = 0;   // fingerprint of the last collective, which holds those of all before
+  std::uint64_t history_ =
+      0;  // fingerprint of the last collective, which holds those of all before
   std::uint64_t call_fingerprint_ = 0;
 
-  std::mutex mutex_;                  // guards the four below
-  std::condition_variable changed_;   // busy_, queue_ or stopping_ changed
+  std::mutex mutex_;                 // guards the four below
+  std::condition_variable changed_;  // busy_, queue_ or stopping_ changed
   std::deque<Job> queue_;
   bool busy_ = false;
   bool stopping_ = false;

@@ -7,8 +7,8 @@
 
 namespace farandole {
 
-// Sleeps while `word` holds `expected`, until woken, interrupted by a signal, or `timeout` is over. May return early.
-// pre: `word` lives in memory that all of its users map.
+// Sleeps while `word` holds `expected`, until woken, interrupted by a signal, or `timeout` is over.
+// May return early. pre: `word` lives in memory that all of its users map.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
                 std::chrono::nanoseconds timeout) noexcept;
 

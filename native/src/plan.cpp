@@ -42,7 +42,8 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
   const auto place = [&](std::int32_t region, std::int32_t slot) -> Place {
     switch (region) {
       case 0:
-        return {Region::input, static_cast<std::size_t>(at(layout.input_offset, slot, "input slot"))};
+        return {Region::input,
+                static_cast<std::size_t>(at(layout.input_offset, slot, "input slot"))};
       case 1:
         return {Region::output,
                 static_cast<std::size_t>(at(layout.output_offset, slot, "output slot"))};

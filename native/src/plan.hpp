@@ -1,4 +1,5 @@
-// A program bound to sizes: everything the engine needs to know about one call before it sees the buffers.
+// A program bound to sizes: everything the engine needs to know about one call before it sees the
+// buffers.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,8 @@ enum class Region : std::uint8_t { input, output, work };
 
 // One rank's program as flat columns; see farandole/program.py for what it means.
 struct ProgramColumns {
-  // Per operation: region, slot, size index, reader (kCombine for a combination, kEveryone for a shared publication),
-  // 1 if it completes the sum.
+  // Per operation: region, slot, size index, reader (kCombine for a combination, kEveryone for a
+  // shared publication), 1 if it completes the sum.
   struct Operation {
     std::int32_t region, slot, size, reader, completes;
   };
@@ -42,7 +43,8 @@ struct Layout {
   std::int64_t num_work_slots = 0;              // each as large as the largest size
 };
 
-// Shared from this, so that a call that holds a plan holds no Python object, which only a thread with the GIL may let go.
+// Shared from this, so that a call that holds a plan holds no Python object, which only a thread
+// with the GIL may let go.
 class Plan : public std::enable_shared_from_this<Plan> {
  public:
   struct Place {
@@ -65,7 +67,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
     std::size_t bytes;
     std::size_t segment_bytes;
     std::uint32_t num_segments;
-    std::uint32_t channel;  // writer index in Endpoints, of a publication
+    std::uint32_t channel;    // writer index in Endpoints, of a publication
     std::uint32_t num_turns;  // channels on which another operation comes first
     std::span<const Operand> operands;
     std::span<const Predecessor> after;
@@ -73,7 +75,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   };
   static constexpr std::uint32_t kLocalOperand = 0xffffffff;
 
-  // `max_segment_bytes` is what a slot of the channels holds. Throws std::invalid_argument if an index is out of range.
+  // `max_segment_bytes` is what a slot of the channels holds. Throws std::invalid_argument if an
+  // index is out of range.
   Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t rank,
        std::uint32_t world_size, std::size_t max_segment_bytes, std::size_t element_bytes);
 
@@ -100,7 +103,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   std::size_t max_operands_ = 1;
 };
 
-// Bytes of each segment of a chunk but the last: the same at both ends, since it depends on the size alone.
+// Bytes of each segment of a chunk but the last: the same at both ends, since it depends on the
+// size alone.
 std::size_t segment_bytes(std::size_t chunk_bytes, std::size_t max_segment_bytes) noexcept;
 
 }  // namespace farandole

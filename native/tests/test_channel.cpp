@@ -27,7 +27,8 @@ std::size_t expected_bytes(std::uint64_t number, std::size_t slot_bytes) {
   return number * 2654435761U % (slot_bytes + 1);
 }
 
-// Waits as the engine does: looks for a while, then announces that it sleeps, looks again, and sleeps.
+// Waits as the engine does: looks for a while, then announces that it sleeps, looks again, and
+// sleeps.
 template <typename Condition>
 void wait_until(RankState& self, const Condition& holds) {
   for (int spin = 0; spin < 50; ++spin) {
@@ -37,7 +38,8 @@ void wait_until(RankState& self, const Condition& holds) {
     const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
     self.sleeping.store(1, std::memory_order_seq_cst);
     const bool now = holds();
-    // A lost wake-up shows as a test that runs into its time limit: the sleep is far longer than the test.
+    // A lost wake-up shows as a test that runs into its time limit: the sleep is far longer than
+    // the test.
     if (!now) futex_wait(self.doorbell, bell, std::chrono::minutes(10));
     self.sleeping.store(0, std::memory_order_seq_cst);
     if (now || holds()) return;
@@ -122,9 +124,9 @@ void test_layout() {
       const Channel channel = arena->channel(src, dst);
       starts.push_back(reinterpret_cast<const std::byte*>(&channel.published()));
       testing::check_equal(reinterpret_cast<std::uintptr_t>(&channel.published()) % kCacheLine,
-                   std::uintptr_t{0});
+                           std::uintptr_t{0});
       testing::check_equal(reinterpret_cast<std::uintptr_t>(channel.data(2)) % kCacheLine,
-                   std::uintptr_t{0});
+                           std::uintptr_t{0});
     }
   }
   std::sort(starts.begin(), starts.end());

@@ -1,5 +1,6 @@
-// Whole calls, with the ranks as threads on one mapping: the programs that the lowering makes for a ring and for a one-step
-// exchange, written out by hand, on sizes that are uneven, empty, and cut into many segments.
+// Whole calls, with the ranks as threads on one mapping: the programs that the lowering makes for a
+// ring and for a one-step exchange, written out by hand, on sizes that are uneven, empty, and cut
+// into many segments.
 
 #include <atomic>
 #include <cstdint>
@@ -88,14 +89,15 @@ Program one_shot_all_reduce(std::int32_t rank, std::int32_t n) {
   for (std::int32_t peer = 0; peer < n; ++peer) {
     sources.push_back(peer == rank ? local(0, 0) : from(peer, n > 2));
   }
-  program.combine(0, sources, n > 1, n > 1 ? std::vector<std::int32_t>{0} : std::vector<std::int32_t>{});
+  program.combine(0, sources, n > 1,
+                  n > 1 ? std::vector<std::int32_t>{0} : std::vector<std::int32_t>{});
   return program;
 }
 
 using MakeProgram = Program (*)(std::int32_t rank, std::int32_t n);
 
 std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::int64_t>& counts,
-                           std::uint32_t rank, const Geometry& geometry) {
+                                std::uint32_t rank, const Geometry& geometry) {
   std::vector<std::int64_t> bytes;
   std::vector<std::int64_t> offsets;
   std::int64_t offset = 0;
@@ -104,8 +106,8 @@ std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::i
     offsets.push_back(offset);
     offset += count * 4;
   }
-  const Columns columns{program.operations, program.operands, program.operand_ends, program.after,
-                        program.after_ends, false};
+  const Columns columns{program.operations, program.operands,   program.operand_ends,
+                        program.after,      program.after_ends, false};
   return std::make_shared<Plan>(columns, Layout{bytes, offsets, offsets, 0}, rank,
                                 geometry.world_size, geometry.slot_bytes, 4);
 }
@@ -151,8 +153,9 @@ void test_all_reduce(MakeProgram make_program, std::uint32_t n, std::int64_t num
   std::atomic<std::uint64_t> received{0};
   on_all_ranks(arena, [&](Engine& engine) {
     const std::uint32_t rank = engine.rank();
-    const auto plan = bind_plan(make_program(static_cast<std::int32_t>(rank), static_cast<std::int32_t>(n)),
-                           split(count, num_chunks), rank, arena->geometry());
+    const auto plan =
+        bind_plan(make_program(static_cast<std::int32_t>(rank), static_cast<std::int32_t>(n)),
+                  split(count, num_chunks), rank, arena->geometry());
     constexpr int kRounds = 5;
     std::vector<std::vector<std::int32_t>> buffers(kRounds);
     std::vector<std::shared_ptr<Work>> works;
@@ -193,7 +196,8 @@ void test_all_reduce(MakeProgram make_program, std::uint32_t n, std::int64_t num
   testing::check_equal(sent.load(), volume * static_cast<std::uint64_t>(count));
 }
 
-// Rank 0 calls with a fingerprint or a size of its own: every rank must hear of it, whoever finds it.
+// Rank 0 calls with a fingerprint or a size of its own: every rank must hear of it, whoever finds
+// it.
 void test_mismatch(bool other_size) {
   const auto arena = Arena::create({3, 2, 16 * 1024, 7});
   std::atomic<std::size_t> found{0};
@@ -201,7 +205,7 @@ void test_mismatch(bool other_size) {
     const bool differs = engine.rank() == 0;
     const std::int64_t count = differs && other_size ? 90'001 : 90'000;
     const auto plan = bind_plan(ring_all_reduce(static_cast<std::int32_t>(engine.rank()), 3),
-                           split(count, 3), engine.rank(), arena->geometry());
+                                split(count, 3), engine.rank(), arena->geometry());
     std::vector<std::int32_t> buffer(static_cast<std::size_t>(count));
     Call call = make_call(plan, buffer);
     if (differs && !other_size) call.fingerprint = 43;

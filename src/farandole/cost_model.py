@@ -28,7 +28,7 @@ import numpy.typing as npt
 from farandole.errors import ArgumentError, MalformedScheduleError
 from farandole.schedule import Schedule
 
-__all__ = ["Bound", "Cost", "chunk_bytes", "lower_bound", "price"]
+__all__ = ["BUS_FACTORS", "Bound", "Cost", "bus_factor", "chunk_bytes", "lower_bound", "price"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -267,3 +267,29 @@ _SHARES: dict[str, tuple[int, int]] = {
     "send": (0, 1),
 }
 """collective -> (a, b): the busiest rank must move a·(N-1)/N·S + b·S bytes."""
+
+
+BUS_FACTORS: dict[str, tuple[int, int]] = {
+    "all_reduce": (2, 1),
+    "reduce_scatter": (1, 1),
+    "all_gather": (1, 1),
+    "all_to_all": (1, 1),
+    "broadcast": (1, 0),
+    "reduce": (1, 0),
+    "gather": (1, 1),
+    "scatter": (1, 1),
+    "barrier": (1, 0),
+    "send": (1, 0),
+}
+"""collective -> (a, b) such that busbw = algbw * a (N - b) / N; the factors of nccl-tests."""
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """busbw / algbw: what makes the bandwidths of all world sizes comparable with that of a link.
+
+    Args:
+        collective: a key of `BUS_FACTORS`.
+        world_size: N.
+    """
+    times, less = BUS_FACTORS[collective]
+    return times * (world_size - less) / world_size

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from farandole.algorithms import ROOTED
 from farandole.cli.bench_check import describe_bound, numpy_dtype
-from farandole.cli.bench_settings import BUSBW_FACTORS, Measurement, Row, Settings
+from farandole.cli.bench_settings import Measurement, Row, Settings
 from farandole.collectives import is_reducing
+from farandole.cost_model import bus_factor
 from farandole.dtypes import dtype_named
 
 __all__ = ["Report"]
@@ -177,7 +178,7 @@ def _root(settings: Settings) -> str:
 def _bandwidths(settings: Settings, ranks: int, count: int, seconds: float) -> tuple[float, float]:
     """algbw and busbw, in GB/s."""
     algbw = count * dtype_named(settings.dtype).itemsize / seconds / 1e9
-    return algbw, algbw * BUSBW_FACTORS[settings.collective](ranks)
+    return algbw, algbw * bus_factor(settings.collective, ranks)
 
 
 def _document(settings: Settings, ranks: int, rows: list[Row]) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _document(settings: Settings, ranks: int, rows: list[Row]) -> dict[str, Any]
         "command": _command(),
         "world_size": ranks,
         "settings": asked,
-        "busbw_factor": BUSBW_FACTORS[settings.collective](ranks),
+        "busbw_factor": bus_factor(settings.collective, ranks),
         "rows": [
             {
                 "size_bytes": row.count * itemsize,

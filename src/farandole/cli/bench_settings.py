@@ -1,43 +1,16 @@
-"""What ``farandole bench`` asks of its ranks, and what they answer: plain data, sent as JSON.
-
-busbw = algbw times a factor, so that busbw can be compared across N. The factors are those of nccl-tests: see its
-doc/PERFORMANCE.md and, for gather and scatter, the code of those tests.
-"""
+"""What ``farandole bench`` asks of its ranks, and what they answer: plain data, sent as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["BUSBW_FACTORS", "COLLECTIVES", "Measurement", "Row", "Settings"]
+from farandole.cost_model import BUS_FACTORS
+
+__all__ = ["COLLECTIVES", "Measurement", "Row", "Settings"]
 
 
-def _twice_others(num_ranks: int) -> float:
-    return 2 * (num_ranks - 1) / num_ranks
-
-
-def _others(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
-
-
-def _one(num_ranks: int) -> float:
-    return 1.0
-
-
-BUSBW_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": _twice_others,
-    "reduce_scatter": _others,
-    "all_gather": _others,
-    "all_to_all": _others,
-    "broadcast": _one,
-    "reduce": _one,
-    "gather": _others,
-    "scatter": _others,
-    "barrier": _one,
-}
-"""collective -> function from N to busbw / algbw."""
-
-COLLECTIVES = tuple(BUSBW_FACTORS)
+COLLECTIVES = tuple(collective for collective in BUS_FACTORS if collective != "send")
+"""What can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
