@@ -129,7 +129,7 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
 
 def print_traffic(console: Console, entries: list[CollectiveStats], world_size: int) -> None:
     """The table of what travelled."""
-    table = Table(title=f"What rank 0 of {world_size} sent", title_justify="left", box=box.SIMPLE)
+    table = Table(title=f"What rank 0 of {world_size} sent", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("collective", "algorithm"):
         table.add_column(name, no_wrap=True)
     for name in ("calls", "bytes sent", "scheduled", "seconds", "GB/s bus"):
@@ -198,9 +198,8 @@ def announce(console: Console, comm: farandole.Communicator) -> None:
     schedule = farandole.algorithms.build("all_reduce", GRADIENT_ALGORITHM, comm.world_size)
     farandole.verify(schedule)
     console.print(
-        f"{GRADIENT_ALGORITHM} all_reduce on {comm.world_size} ranks: {len(schedule)} transfers in "
-        f"{schedule.num_steps} "
-        f"steps, proved (schedule {schedule.hash[:12]})"
+        f"{GRADIENT_ALGORITHM} all_reduce on {comm.world_size} ranks, schedule {schedule.hash[:8]}: "
+        f"{len(schedule)} transfers in {schedule.num_steps} steps, proved"
     )
 
 

@@ -63,7 +63,7 @@ Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
       owner_(getpid()),
       writers_(world_size_),
       readers_(std::size_t{2} * world_size_) {
-  process_descriptors_.resize(world_size_, -1);
+  process_descriptors_.resize(world_size_, kThisProcess);
 }
 
 Engine::~Engine() {
@@ -397,7 +397,7 @@ void Engine::check_peers(const Call& call) {
 
 bool Engine::is_gone(std::uint32_t peer) const noexcept {
   if (arena_->rank(peer).closed.load(std::memory_order_acquire) != 0) return true;
-  if (process_descriptors_[peer] < 0) return false;
+  if (process_descriptors_[peer] < 0) return process_descriptors_[peer] == kEnded;
   pollfd descriptor{process_descriptors_[peer], POLLIN, 0};
   return poll(&descriptor, 1, 0) == 1;
 }

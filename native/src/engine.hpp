@@ -67,8 +67,12 @@ class Engine {
   // Returns true to interrupt the run; asked a few times a second while a rank waits.
   using Interrupted = std::function<bool()>;
 
-  // `process_descriptors`: per rank a pidfd, or -1 where none is needed (this process) or to be
-  // had. The engine owns them. `spins`: how often to look again before going to sleep.
+  // In place of the pidfd of a process.
+  static constexpr int kThisProcess = -1;
+  static constexpr int kEnded = -2;
+
+  // `process_descriptors`: per rank a pidfd, which the engine then owns, or one of the two above.
+  // `spins`: how often to look again before going to sleep.
   Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
          std::uint32_t spins);
   ~Engine();

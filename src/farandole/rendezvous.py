@@ -94,21 +94,8 @@ class Membership:
     processes: tuple[int, ...]
 
     def open_process_descriptors(self) -> list[int]:
-        """Per rank, a descriptor that tells when its process ends; -1 for this process itself.
-
-        Raises:
-            RendezvousError: a process has ended already.
-        """
-        descriptors: list[int] = []
-        try:
-            for rank, process in enumerate(self.processes):
-                descriptors.append(-1 if process == os.getpid() else _open_process(rank, process))
-        except RendezvousError:
-            for descriptor in descriptors:
-                if descriptor >= 0:
-                    os.close(descriptor)
-            raise
-        return descriptors
+        """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended."""
+        return [-1 if process == os.getpid() else _open_process(process) for process in self.processes]
 
     def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
@@ -187,16 +174,14 @@ def _meet(client: StoreClient, identity: Identity, prefix: str, limit: float, ti
     if identity.rank == 0:
         arena, nonce = _create_arena(identity.world_size)
         offer = [os.getpid(), arena.descriptor, nonce]
-    ticket = secrets.token_hex(8)
-    card = {"process": os.getpid(), "world_size": identity.world_size, "arena": offer, "ticket": ticket}
-    key = f"{prefix}rank/{identity.rank}"
-    client.set(key, json.dumps(card))
-    cards = [json.loads(text) for text in _get_all(client, identity, f"{prefix}rank/", limit, timeout_s, "joined")]
-    if cards[identity.rank]["ticket"] != ticket:
+    card = json.dumps({"process": os.getpid(), "world_size": identity.world_size, "arena": offer})
+    standing = client.set(f"{prefix}rank/{identity.rank}", card)
+    if standing != card:
+        other = json.loads(standing)["process"]
         raise RendezvousError(
-            f"two processes claim rank {identity.rank}: {os.getpid()} and {cards[identity.rank]['process']}; give "
-            f"each its own RANK"
+            f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
         )
+    cards = [json.loads(text) for text in _get_all(client, identity, f"{prefix}rank/", limit, timeout_s, "joined")]
     sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
     if len(set(sizes.values())) > 1:
         raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
@@ -263,11 +248,11 @@ def _map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
     return arena
 
 
-def _open_process(rank: int, process: int) -> int:
+def _open_process(process: int) -> int:
     try:
         return os.pidfd_open(process)
     except ProcessLookupError:
-        raise RendezvousError(f"rank {rank} (process {process}) ended while the ranks were meeting") from None
+        return -2
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

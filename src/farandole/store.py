@@ -105,9 +105,9 @@ class StoreServer:
         key = str(request["key"])
         with self._changed:
             if "value" in request:
-                self._values[key] = str(request["value"])
+                standing = self._values.setdefault(key, str(request["value"]))
                 self._changed.notify_all()
-                return {}
+                return {"value": standing}
             timeout_s = float(request["timeout_s"])
             self._changed.wait_for(lambda: key in self._values or self._closing.is_set(), timeout_s)
             return {"value": self._values.get(key)}
@@ -129,9 +129,10 @@ class StoreClient:
         self._connection = _connect(address, secret, timeout_s)
         self._lock = threading.Lock()
 
-    def set(self, key: str, value: str) -> None:
-        """Set ``key``, for all to see."""
-        self._ask({"key": key, "value": value})
+    def set(self, key: str, value: str) -> str:
+        """Set ``key``, for all to see, unless it has been set before. Returns the value that stands."""
+        standing: str = self._ask({"key": key, "value": value})["value"]
+        return standing
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """The value of ``key`` once somebody has set it; None if nobody has within ``timeout_s`` seconds."""

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 __all__: list[str] = []
 
@@ -37,11 +38,15 @@ def main() -> None:
         else:
             sys.path[0] = str(Path(program).resolve().parent)
             runpy.run_path(program, run_name="__main__")
+    except KeyboardInterrupt:
+        _flush()
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _report(errors, "")
+        raise
     except Exception as error:
-        # The launcher shows the traceback of the rank that failed first, and only that one.
-        report = {"time_ns": time.monotonic_ns(), "traceback": _user_traceback(error)}
-        with contextlib.suppress(OSError), errors:
-            json.dump(report, errors)
+        _report(errors, _user_traceback(error))
         _flush()
         sys.exit(1)
 
@@ -51,6 +56,13 @@ def _die_with(launcher: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the kernel was told
         sys.exit(1)
+
+
+def _report(errors: TextIO, trace: str) -> None:
+    """Tell the launcher when this rank failed. It shows the traceback of the rank that did so first, and only that
+    one."""
+    with contextlib.suppress(OSError), errors:
+        json.dump({"time_ns": time.monotonic_ns(), "traceback": trace}, errors)
 
 
 def _user_traceback(error: Exception) -> str:

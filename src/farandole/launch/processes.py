@@ -301,12 +301,14 @@ def _signal_group(process: int, number: int) -> None:
 
 
 def _failure_of(entry: _Rank, code: int) -> tuple[int, RankFailure]:
-    """When a rank failed, and how. No other rank can end one by a signal, so that comes before all else."""
+    """When a rank failed, and how. Where it could not say when, no other rank was the cause: that comes before all
+    else."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return 0, RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
     try:
         report = json.loads(entry.error_report)
     except json.JSONDecodeError:  # nothing, or cut off
-        return time.monotonic_ns(), RankFailure(entry.rank, code, f"exited with code {code}", "")
-    return report["time_ns"], RankFailure(entry.rank, code, "raised an exception", report["traceback"])
+        return 0, RankFailure(entry.rank, code, f"exited with code {code}", "")
+    reason = "raised an exception" if report["traceback"] else f"exited with code {code}"
+    return report["time_ns"], RankFailure(entry.rank, code, reason, report["traceback"])
