@@ -45,7 +45,7 @@ def worlds():
     made: dict[int, LocalWorld] = {}
 
     def get(world_size: int) -> LocalWorld:
-        if world_size in made and made[world_size][0]._engine.aborted()[0]:
+        if world_size in made and made[world_size][0].aborted:
             made.pop(world_size).close()  # another test failed on it
         if world_size not in made:
             made[world_size] = farandole.local(world_size, timeout_s=60)

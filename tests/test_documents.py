@@ -209,7 +209,7 @@ def wait_until(condition):
         time.sleep(0.001)
 
 def are_in(ranks, collective_number):
-    return all(comm._engine.calls()[rank][0] == collective_number for rank in ranks)
+    return all(comm._runner._engine.calls()[rank][0] == collective_number for rank in ranks)
 
 def show(error):
     if comm.rank == 0:
@@ -230,7 +230,7 @@ with farandole.init() as comm:
         if comm.rank == 0:
             wait_until(lambda: are_in([1], 2))
         if comm.rank == 2:
-            wait_until(lambda: comm._engine.aborted()[0])
+            wait_until(lambda: comm.aborted)
         comm.all_reduce(eight, timeout=1 if comm.rank == 0 else 60)
     except farandole.CollectiveTimeoutError as error:
         show(error)

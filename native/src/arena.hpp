@@ -42,7 +42,15 @@ struct Geometry {
 };
 
 // Why a communicator stopped. Set once, by whichever rank found out first.
-enum class Abort : std::uint32_t { none, mismatch, timeout, peer_lost, requested, interrupted };
+enum class Abort : std::uint32_t {
+  none,
+  mismatch,
+  timeout,
+  peer_lost,
+  requested,
+  interrupted,
+  out_of_memory
+};
 
 // What a rank is in, for the errors and the status display of other ranks. Written by its rank
 // alone, relaxed: it is a snapshot. Only `agreement` decides anything.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <new>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -185,6 +186,17 @@ Reader& Engine::reader(std::uint32_t channel) {
 }
 
 Receipt Engine::execute(const Call& call, const Interrupted& interrupted) {
+  try {
+    return run_plan(call, interrupted);
+  } catch (const std::bad_alloc&) {
+    abort(Abort::out_of_memory, rank_);
+    Receipt receipt;
+    std::tie(receipt.status, receipt.subject) = aborted();
+    return receipt;
+  }
+}
+
+Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   Receipt receipt;
   const auto start = Clock::now();
   const auto deadline = call.timeout ? start + *call.timeout : Clock::time_point::max();

@@ -101,7 +101,8 @@ class Engine {
     std::shared_ptr<Work> work;
   };
 
-  Receipt execute(const Call& call, const Interrupted& interrupted);
+  Receipt execute(const Call& call, const Interrupted& interrupted);  // throws nothing of its own
+  Receipt run_plan(const Call& call, const Interrupted& interrupted);
   bool advance(std::uint32_t index, const Call& call, Receipt& receipt);
   bool publish_segment(const Plan::Operation& operation, std::size_t offset, std::size_t bytes,
                        const Call& call, Receipt& receipt);

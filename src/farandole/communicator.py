@@ -8,36 +8,25 @@ Where a collective gives each rank a part, the parts lie along the first dimensi
 from __future__ import annotations
 
 import math
-import os
-import threading
-import time
-import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-import farandole._native as _native
 from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
-from farandole.calls import Algorithm, Call, CallRecord, CallTable, CollectiveStats, Signature
+from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.dtypes import DTYPES, require_reducible
-from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
-from farandole.failures import Abort, explain_failure
+from farandole.errors import ArgumentError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
+from farandole.runner import Runner, require_timeout
 from farandole.work import Work
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds that a blocking call waits for other ranks, where neither the call nor the communicator says otherwise."""
-
-_CLOSE_GRACE_S = 1.0
-_SPINS = 2000
-_SPINS_WHEN_CROWDED = 20
 
 
 class Communicator:
@@ -55,21 +44,9 @@ class Communicator:
     def __init__(self, membership: Membership, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.rank = membership.rank
         self.world_size = membership.world_size
-        self.timeout_s = timeout_s
+        self.timeout_s = require_timeout("timeout_s", timeout_s)
         self._membership = membership
-        crowded = self.world_size > len(os.sched_getaffinity(0))
-        self._engine = _native.Engine(
-            arena=membership.arena,
-            rank=self.rank,
-            process_descriptors=membership.open_process_descriptors(),
-            spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
-        )
-        self._calls = CallTable(self.rank, self.world_size, membership.arena.slot_bytes)
-        self._lock = threading.Lock()
-        self._in_flight: deque[Work] = deque()
-        self._failure: CommunicationError | None = None
-        self._process = os.getpid()
-        _OPEN.add(self)
+        self._runner = Runner(membership)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -466,14 +443,13 @@ class Communicator:
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
 
     def stats(self) -> list[CollectiveStats]:
-        """What this rank did so far, per collective and algorithm; finished background calls count once they were
-        waited for."""
-        return [entry for entry in self._calls.stats.values() if entry.calls]
+        """What this rank did so far, per collective and algorithm."""
+        return self._runner.stats()
 
     def abort(self) -> None:
         """End all calls of all ranks of this communicator at once; callable from any thread. They raise
         CommunicatorClosedError."""
-        self._engine.abort(int(Abort.REQUESTED), self.rank)
+        self._runner.abort()
 
     def close(self) -> None:
         """Leave the communicator. Never needs other ranks; safe to call twice.
@@ -481,19 +457,17 @@ class Communicator:
         Calls still going on in the background get a second to end; after that the communicator is aborted with a
         RuntimeWarning.
         """
-        if self not in _OPEN:
-            return
-        _OPEN.discard(self)
-        if self._process == os.getpid():
-            self._wait_for_in_flight()
-        self._engine.close()
-        if self._failure is None:
-            self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+        self._runner.close()
 
     @property
     def closed(self) -> bool:
         """Whether this rank has closed the communicator."""
-        return self not in _OPEN
+        return self._runner.closed
+
+    @property
+    def aborted(self) -> bool:
+        """Whether any rank has stopped the communicator: by `abort`, or by a failure."""
+        return self._runner.aborted
 
     def __enter__(self) -> Communicator:
         return self
@@ -568,8 +542,6 @@ class Communicator:
         if rank == self.rank:
             raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
 
-    # -- running -------------------------------------------------------------------------------------------------
-
     def _run(
         self,
         signature: Signature,
@@ -577,105 +549,10 @@ class Communicator:
         target: Buffer | None,
         timeout: float | None,
         async_op: bool,
-        *,
-        input_start: int = 0,
-        output_start: int = 0,
+        **starts: int,
     ) -> Any:
-        """Run the settled call on these buffers.
-
-        ``input_start`` and ``output_start`` are where, in elements of the whole buffer, an input or output begins that
-        holds this rank's part alone: if the two overlap in memory, they must be views of one whole buffer.
-        """
-        self._require_usable()
-        if source is not None and target is not None and source is not target and source.overlaps(target):
-            itemsize = source.dtype.itemsize
-            if source.address - input_start * itemsize != target.address - output_start * itemsize:
-                raise ArgumentError(
-                    "out partly overlaps tensor; give an out with memory of its own, or the place in one buffer "
-                    "where the result belongs"
-                )
-        call = self._calls.settle(signature)
         timeout_s = self.timeout_s if timeout is None else timeout
-        arguments = (
-            call.plan,
-            0 if source is None else source.address,
-            0 if target is None else target.address,
-            signature.dtype.code,
-            call.op_code,
-            call.divisor,
-            call.fingerprint,
-            signature.pair is None,
-            call.what,
-            call.count,
-            timeout_s,
-        )
-        result = None if target is None else target.user
-
-        def finish(receipt: tuple[int, int, int, int, float]) -> Any:
-            self._account(call, receipt, timeout_s)
-            if target is not None and target.deliver is not None:
-                target.deliver()
-            return result
-
-        if not async_op:
-            return finish(self._engine.run(*arguments))
-        keep = (source, target)
-
-        def finish_work(native: _native.Work, _keep: object = keep) -> Any:
-            return finish(native.receipt())
-
-        work = Work(self._engine.submit(*arguments), finish_work, f"{signature.collective} on rank {self.rank}")
-        with self._lock:
-            while self._in_flight and self._in_flight[0].is_done():
-                self._in_flight.popleft()
-            self._in_flight.append(work)
-        return work
-
-    def _account(self, call: Call, receipt: tuple[int, int, int, int, float], timeout_s: float) -> None:
-        status, subject, bytes_sent, bytes_received, seconds = receipt
-        if status != Abort.NONE:
-            raise self._fail(Abort(status), subject, call, timeout_s)
-        stats = call.stats
-        with self._lock:
-            stats.calls += 1
-            stats.bytes_sent += bytes_sent
-            stats.bytes_received += bytes_received
-            stats.scheduled_bytes_sent += call.scheduled_bytes_sent
-            stats.payload_bytes += call.payload_bytes
-            stats.seconds += seconds
-
-    def _fail(self, reason: Abort, subject: int, call: Call | None, timeout_s: float) -> CommunicationError:
-        with self._lock:
-            if self._failure is None:
-                records = [CallRecord(*record) for record in self._engine.calls()]
-                self._failure = explain_failure(
-                    reason, subject, rank=self.rank, records=records, call=call, timeout_s=timeout_s
-                )
-            return type(self._failure)(*self._failure.args)
-
-    def _require_usable(self) -> None:
-        if self._process != os.getpid():
-            raise CommunicatorClosedError(
-                f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked "
-                f"from it; "
-                f"call farandole.init() in the new process"
-            )
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
-
-    def _wait_for_in_flight(self) -> None:
-        limit = time.monotonic() + _CLOSE_GRACE_S
-        unfinished = 0
-        for work in self._in_flight:
-            unfinished += not work._native.wait(max(0.0, limit - time.monotonic()))
-        if unfinished:
-            warnings.warn(
-                f"rank {self.rank} closes its communicator while {unfinished} background calls still wait for other "
-                f"ranks; "
-                f"they are aborted on all ranks. Call wait() on each Work first.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        return self._runner.run(signature, source, target, timeout_s, async_op, **starts)
 
 
 def _row_width(shape: tuple[int, ...]) -> int:
@@ -685,12 +562,3 @@ def _row_width(shape: tuple[int, ...]) -> int:
 def _require_same_count(name: str, buffer: Buffer, count: int) -> None:
     if buffer.count != count:
         raise ArgumentError(f"{name} has {buffer.count} elements (shape {buffer.shape}); it must have {count}")
-
-
-_OPEN: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def close_all(still_open: Callable[[], list[Communicator]] = lambda: list(_OPEN)) -> None:
-    """Close every communicator of this process that is still open."""
-    for communicator in still_open():
-        communicator.close()

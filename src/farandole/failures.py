@@ -30,6 +30,7 @@ class Abort(IntEnum):
     PEER_LOST = 3
     REQUESTED = 4
     INTERRUPTED = 5
+    OUT_OF_MEMORY = 6
 
 
 def explain_failure(
@@ -60,6 +61,8 @@ def explain_failure(
         return PeerLostError(
             f"rank {subject} {how} while others needed it; its last call was {record}\n{_who_is_where(records)}"
         )
+    if reason == Abort.OUT_OF_MEMORY:
+        return CommunicatorClosedError(f"rank {subject} ran out of memory in {records[subject]}")
     if reason == Abort.INTERRUPTED:
         return CommunicatorClosedError(
             f"rank {subject} was interrupted in the middle of a call; its last call was {records[subject]}"

@@ -161,9 +161,9 @@ class _Builder:
 
     def finish(self) -> Program:
         """Copy what is promised but was never written, and hand out the program."""
-        for (rank, slot), (_, _) in self.promise.after.items():
-            if rank == self.rank and slot not in self.written:
-                value = self.values.leaf(self.promise.before[rank, slot], rank)
+        for slot in range(self.schedule.num_chunks):
+            if (self.rank, slot) in self.promise.after and slot not in self.written:
+                value = self.values.leaf(self.promise.before[self.rank, slot], self.rank)
                 operands: list[Remote | Local] = [Local(self._current(slot))]
                 self._append_combine(self._home(slot), value, operands, completes=False)
         return Program(

@@ -174,8 +174,10 @@ class _Run:
     def execute(self) -> None:
         """Let every operation go on until none can."""
         ready = deque((p.rank, index) for p in self.programs for index in range(len(p.operations)))
+        waiting = set(ready)
         while ready:
-            rank, index = ready.popleft()
+            rank, index = item = ready.popleft()
+            waiting.discard(item)
             operation = self.programs[rank].operations[index]
             advanced = False
             while self._may_advance(rank, index, operation):
@@ -185,9 +187,13 @@ class _Run:
                 else:
                     self._combine(rank, index, operation)
                 self.done[rank][index] += 1
-            if advanced:
-                ready.extend((rank, follower) for follower in self.followers[rank][index])
-                ready.extend(self._neighbours(rank, index, operation))
+            if not advanced:
+                continue
+            followers = [(rank, follower) for follower in self.followers[rank][index]]
+            for item in followers + self._neighbours(rank, index, operation):
+                if item not in waiting:
+                    waiting.add(item)
+                    ready.append(item)
 
     def _neighbours(self, rank: int, index: int, operation: Operation) -> list[tuple[int, int]]:
         """Operations at either end of a channel that this one's progress may have let go on."""
@@ -220,7 +226,7 @@ class _Run:
             queue = self.queues[channel]
             number = turn * self.segments + segment
             if isinstance(operation, Publish):
-                if len(queue.values) != number or any(number - taken >= self.room for taken in queue.taken.values()):
+                if len(queue.values) != number or number - min(queue.taken.values()) >= self.room:
                     return False
             elif queue.taken[rank] != number or len(queue.values) <= number:
                 return False
@@ -290,8 +296,9 @@ class _Run:
     def require_promise_kept(self, interpretation: Interpretation) -> None:
         """Raise unless every promised output place ends as the collective says, to the contribution."""
         promise = interpretation.promise
+        masks = {who: sum(1 << rank for rank in who) for who in {who for _, who in promise.after.values()}}
         for (rank, slot), (chunk, contributors) in promise.after.items():
-            expected = sum(1 << contributor for contributor in contributors)
+            expected = masks[contributors]
             for value in self.contents[rank].get(Place(Region.OUTPUT, slot), [NOTHING]):
                 doubled = value != NOTHING and self.values.doubled[value] and not promise.duplicates_allowed
                 if (

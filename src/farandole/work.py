@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import farandole._native as _native
 from farandole.errors import CollectiveTimeoutError
 
-__all__ = ["Work"]
+__all__ = ["Receipt", "Work"]
+
+Receipt = tuple[int, int, int, int, float]
+"""What the engine says of a call: status, the rank it is about, bytes sent, bytes received, seconds."""
 
 
 class Work:
     """A call that a communicator runs in the background; made by ``async_op=True``.
 
-    Until it is done, its buffers belong to the call: do not write to them, and do not read the outputs. The handle
-    need not be kept; the call goes on, and keeps its buffers, without it.
+    Until it is done, its buffers belong to the call: do not write to them, and do not read the outputs. The handle need
+    not be kept; the call goes on, and keeps its buffers, without it.
     """
 
-    def __init__(self, native: _native.Work, finish: Callable[[_native.Work], Any], describe: str) -> None:
+    def __init__(self, native: _native.Work, finish: Callable[[Receipt], Any], describe: str) -> None:
         self._native = native
-        self._finish: Callable[[_native.Work], Any] | None = finish
+        self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
         self._result: Any = None
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
 
     def is_done(self) -> bool:
         """Whether the call has ended, well or not. Does not block."""
         return self._native.is_done()
+
+    def is_done_within(self, timeout_s: float) -> bool:
+        """Whether the call has ended, well or not, after waiting for up to ``timeout_s`` seconds."""
+        return self._native.wait(timeout_s)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the call to end.
@@ -44,19 +53,25 @@ class Work:
             CollectiveTimeoutError: not done within ``timeout``.
             CommunicationError: what the call itself raised; the same at every wait.
         """
-        if not self._native.wait(math.inf if timeout is None else timeout):
+        if not self.is_done_within(math.inf if timeout is None else timeout):
             raise CollectiveTimeoutError(
                 f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again"
             )
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            try:
-                self._result = finish(self._native)
-            except Exception as error:
-                self._error = error
+        self.settle()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def settle(self) -> None:
+        """Deliver the result of a call that has ended, and let go of its buffers; what it raised is kept for `wait`."""
+        with self._lock:
+            if self._finish is None:
+                return
+            finish, self._finish = self._finish, None
+            try:
+                self._result = finish(self._native.receipt())
+            except Exception as error:
+                self._error = error
 
     def __repr__(self) -> str:
         return f"<Work {self._describe}, {'done' if self.is_done() else 'going on'}>"

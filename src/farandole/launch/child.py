@@ -43,10 +43,10 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
         if end.code not in (None, 0):
-            _report(errors, "")
+            _report(errors, end.code & 0xFF if isinstance(end.code, int) else 1, "")
         raise
     except Exception as error:
-        _report(errors, _user_traceback(error))
+        _report(errors, 1, _user_traceback(error))
         _flush()
         sys.exit(1)
 
@@ -58,11 +58,11 @@ def _die_with(launcher: int) -> None:
         sys.exit(1)
 
 
-def _report(errors: TextIO, trace: str) -> None:
+def _report(errors: TextIO, code: int, trace: str) -> None:
     """Tell the launcher when this rank failed. It shows the traceback of the rank that did so first, and only that
     one."""
     with contextlib.suppress(OSError), errors:
-        json.dump({"time_ns": time.monotonic_ns(), "traceback": trace}, errors)
+        json.dump({"time_ns": time.monotonic_ns(), "code": code, "traceback": trace}, errors)
 
 
 def _user_traceback(error: Exception) -> str:

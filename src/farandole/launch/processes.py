@@ -218,10 +218,8 @@ class _Job:
         for entry in self.ranks:
             self._drain(entry)
             code = _exit_code(entry.process)
-            if code:
+            if code or entry.error_report:  # it has failed, or has said so and is on its way out
                 failures.append(_failure_of(entry, code))
-            elif entry.error_report:  # it has raised, and is on its way out
-                failures.append(_failure_of(entry, 1))
         return min(failures, key=lambda failure: failure[0])[1]
 
     def end(self) -> None:
@@ -300,15 +298,17 @@ def _signal_group(process: int, number: int) -> None:
         os.killpg(process, number)
 
 
-def _failure_of(entry: _Rank, code: int) -> tuple[int, RankFailure]:
+def _failure_of(entry: _Rank, code: int | None) -> tuple[int, RankFailure]:
     """When a rank failed, and how. Where it could not say when, no other rank was the cause: that comes before all
     else."""
-    if code < 0:
+    if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return 0, RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
     try:
         report = json.loads(entry.error_report)
     except json.JSONDecodeError:  # nothing, or cut off
+        code = 1 if code is None else code
         return 0, RankFailure(entry.rank, code, f"exited with code {code}", "")
-    reason = "raised an exception" if report["traceback"] else f"exited with code {code}"
-    return report["time_ns"], RankFailure(entry.rank, code, reason, report["traceback"])
+    code, trace = report["code"], report["traceback"]
+    reason = "raised an exception" if trace else f"exited with code {code}"
+    return report["time_ns"], RankFailure(entry.rank, code, reason, trace)

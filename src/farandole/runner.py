@@ -1,0 +1,238 @@
+"""Runs the settled calls of one communicator's rank: on the engine, now or in the background.
+
+Owns what lives as long as the communicator: the engine, the settled calls, the background calls that have not ended,
+and the failure that stopped it, if one has.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from typing import Any
+
+import farandole._native as _native
+from farandole.buffers import Buffer
+from farandole.calls import Call, CallRecord, CallTable, CollectiveStats, Signature
+from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
+from farandole.failures import Abort, explain_failure
+from farandole.rendezvous import Membership
+from farandole.work import Receipt, Work
+
+__all__ = ["Runner", "close_all", "require_timeout"]
+
+_CLOSE_GRACE_S = 1.0
+_FOR_EVER_S = 1e9  # thirty years; longer times would not fit the engine's clock
+_SPINS = 2000
+_SPINS_WHEN_CROWDED = 20
+
+_open: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close every communicator of this process that is still open."""
+    for runner in list(_open):
+        runner.close()
+
+
+def require_timeout(name: str, seconds: float) -> float:
+    """``seconds``, once it is certain that it is a time to wait.
+
+    Raises:
+        ArgumentError: it is not a number > 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ArgumentError(f"{name} is {seconds!r}; it must be a number of seconds > 0 (math.inf: no limit)")
+    return seconds if seconds < _FOR_EVER_S else float("inf")
+
+
+class Runner:
+    """The engine of one rank, with its calls.
+
+    Args:
+        membership: the rank's place in its group.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        crowded = membership.world_size > len(os.sched_getaffinity(0))
+        self._rank = membership.rank
+        self._engine = _native.Engine(
+            arena=membership.arena,
+            rank=membership.rank,
+            process_descriptors=membership.open_process_descriptors(),
+            spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
+        )
+        self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
+        self._lock = threading.Lock()  # guards what follows, and the stats
+        self._in_flight: deque[Work] = deque()
+        self._failure: CommunicationError | None = None
+        self._process = os.getpid()
+        _open.add(self)
+
+    def run(
+        self,
+        signature: Signature,
+        source: Buffer | None,
+        target: Buffer | None,
+        timeout_s: float,
+        async_op: bool,
+        *,
+        input_start: int = 0,
+        output_start: int = 0,
+    ) -> Any:
+        """Run the call that ``signature`` names on these buffers.
+
+        Args:
+            signature: the call.
+            source, target: its input and output, where it has them; they may be one.
+            timeout_s: how long it may wait for other ranks.
+            async_op: return a `Work` at once.
+            input_start, output_start: where, in elements of the whole buffer, an input or output begins that holds this
+                rank's part alone. If the two overlap in memory, they must be views of one whole buffer.
+
+        Returns:
+            What the user gave for ``target``, or None; with ``async_op``, a `Work` whose wait returns that.
+        """
+        self._require_usable()
+        _require_apart_or_in_place(source, target, input_start, output_start)
+        require_timeout("timeout", timeout_s)
+        call = self._calls.settle(signature)
+        arguments = (
+            call.plan,
+            0 if source is None else source.address,
+            0 if target is None else target.address,
+            signature.dtype.code,
+            call.op_code,
+            call.divisor,
+            call.fingerprint,
+            signature.pair is None,
+            call.what,
+            call.count,
+            timeout_s if timeout_s < _FOR_EVER_S else float("inf"),
+        )
+
+        def finish(receipt: Receipt, _source: Buffer | None = source) -> Any:
+            """Deliver and count. As it holds both buffers, they live for as long as the call may use them."""
+            self._account(call, receipt, timeout_s)
+            if target is None:
+                return None
+            if target.deliver is not None:
+                target.deliver()
+            return target.user
+
+        if not async_op:
+            receipt = self._engine.run(*arguments)
+            self._settle_finished_work()
+            return finish(receipt)
+        work = Work(self._engine.submit(*arguments), finish, f"{signature.collective} on rank {self._rank}")
+        with self._lock:
+            self._in_flight.append(work)
+        self._settle_finished_work()
+        return work
+
+    def stats(self) -> list[CollectiveStats]:
+        """What was done so far, per collective and algorithm."""
+        self._settle_finished_work()
+        with self._lock:
+            return [entry for entry in self._calls.stats.values() if entry.calls]
+
+    def abort(self) -> None:
+        """End all calls of all ranks at once."""
+        self._engine.abort(int(Abort.REQUESTED), self._rank)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether any rank has stopped the communicator."""
+        return self._engine.aborted()[0] != Abort.NONE
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return self not in _open
+
+    def close(self) -> None:
+        """Leave; background calls get a moment to end."""
+        if self.closed:
+            return
+        _open.discard(self)
+        if self._process == os.getpid():
+            self._wait_for_in_flight()
+        self._engine.close()
+        if self._failure is None:
+            self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+
+    def __del__(self) -> None:
+        # The engine's thread must have let go of the buffers before they are freed with this object.
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.close()
+
+    def _account(self, call: Call, receipt: Receipt, timeout_s: float) -> None:
+        status, subject, bytes_sent, bytes_received, seconds = receipt
+        if status != Abort.NONE:
+            raise self._fail(Abort(status), subject, call, timeout_s)
+        stats = call.stats
+        with self._lock:
+            stats.calls += 1
+            stats.bytes_sent += bytes_sent
+            stats.bytes_received += bytes_received
+            stats.scheduled_bytes_sent += call.scheduled_bytes_sent
+            stats.payload_bytes += call.payload_bytes
+            stats.seconds += seconds
+
+    def _fail(self, reason: Abort, subject: int, call: Call, timeout_s: float) -> CommunicationError:
+        with self._lock:
+            if self._failure is None:
+                records = [CallRecord(*record) for record in self._engine.calls()]
+                self._failure = explain_failure(
+                    reason, subject, rank=self._rank, records=records, call=call, timeout_s=timeout_s
+                )
+            return type(self._failure)(*self._failure.args)
+
+    def _require_usable(self) -> None:
+        if self._process != os.getpid():
+            raise CommunicatorClosedError(
+                f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked "
+                f"from it; call farandole.init() in the new process"
+            )
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _settle_finished_work(self) -> None:
+        """Deliver and count background calls that have ended, so that nobody need wait for them; forget them."""
+        while self._in_flight:
+            with self._lock:
+                if not self._in_flight or not self._in_flight[0].is_done():
+                    return
+                work = self._in_flight.popleft()
+            work.settle()
+
+    def _wait_for_in_flight(self) -> None:
+        limit = time.monotonic() + _CLOSE_GRACE_S
+        unfinished = 0
+        for work in list(self._in_flight):
+            unfinished += not work.is_done_within(max(0.0, limit - time.monotonic()))
+        self._settle_finished_work()
+        if unfinished:
+            warnings.warn(
+                f"rank {self._rank} closes its communicator while {unfinished} background calls still wait for other "
+                f"ranks; they are aborted on all ranks. Call wait() on each Work first.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _require_apart_or_in_place(
+    source: Buffer | None, target: Buffer | None, input_start: int, output_start: int
+) -> None:
+    if source is None or target is None or source is target or not source.overlaps(target):
+        return
+    itemsize = source.dtype.itemsize
+    if source.address - input_start * itemsize != target.address - output_start * itemsize:
+        raise ArgumentError(
+            "out partly overlaps tensor; give an out with memory of its own, or the place in one buffer where the "
+            "result belongs"
+        )
