@@ -341,3 +341,18 @@ def test_strangers_at_the_store_change_nothing():
         for stranger in strangers:
             stranger.close()
         server.close()
+
+
+def test_the_launcher_also_starts_torch_distributed(tmp_path):
+    script = tmp_path / "gloo.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\n"
+        "assert x.tolist() == [3.0] * 3\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "farandole", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_S, check=False)
+    assert done.returncode == 0, done.stderr

@@ -10,18 +10,20 @@
 // in it: published - taken < num_slots.
 //
 // Owners and memory orders:
-//   published   written by the writer alone. Stored after the slot was filled; a reader that loads
-//   it therefore sees the
-//               slot's contents (store-release, load-acquire).
-//   taken       written by its one reader alone. Stored after the slot was read; a writer that
-//   loads it may therefore
-//               fill the slot again (store-release, load-acquire).
-//   slot        owned by the writer while it is free, by its readers while it is published; plain
-//   memory. sleeping, doorbell   see RankState.
-// published, taken and sleeping are used with seq_cst, which contains release and acquire: going to
-// sleep needs more than them. A sleeper stores `sleeping` and then loads the counter; its peer
-// stores the counter and then loads `sleeping`. Only a single order of all four lets at least one
-// of the two see the other's store (no lost wake-up).
+//
+// `published` is written by the writer alone, after it has filled the slot: a reader that loads it
+// sees the slot's contents (store-release, load-acquire).
+//
+// `taken` is written by its one reader alone, after it has read the slot: a writer that loads it
+// may fill the slot again (store-release, load-acquire).
+//
+// A slot is plain memory. The writer owns it while it is free, its readers while it is published.
+//
+// For `sleeping` and `doorbell` see RankState. published, taken and sleeping are used with seq_cst,
+// which contains release and acquire, as going to sleep needs more than those: a sleeper stores
+// `sleeping` and then loads the counter; its peer stores the counter and then loads `sleeping`.
+// Only a single order of all four lets at least one of the two see the other's store, so that no
+// wake-up is lost.
 #pragma once
 
 #include <atomic>

@@ -117,14 +117,13 @@ void Engine::serve() {
     changed_.wait(lock, [this] { return !busy_ && (stopping_ || !queue_.empty()); });
     if (queue_.empty()) return;
     busy_ = true;
-    {
-      const Job job = std::move(queue_.front());
-      queue_.pop_front();
-      lock.unlock();
-      job.work->finish(execute(job.call, {}));
-    }
+    const Job job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    const Receipt receipt = execute(job.call, {});
     lock.lock();
-    busy_ = false;
+    busy_ = false;  // before whoever waits for it goes on, and perhaps closes
+    job.work->finish(receipt);
   }
 }
 

@@ -8,7 +8,8 @@
 //     a kernel is always the dtype's positive quiet NaN without payload (0x7fc00000 in float32), as
 //     hardware differs in whose payload and sign survive. Only the plain copy (one source, divisor
 //     1) keeps the bits of a NaN.
-//   - zeros of either sign are equal in min and max; the leftmost of the equal operands wins.
+//   - -0 lies below +0 in min and max (IEEE 754-2019's minimum and maximum). So two operands give
+//     the same bits in either order, in every op.
 //   - integers: wrap around (two's complement). avg divides the wrapped sum, truncating toward 0.
 //   - bool: any non-zero byte is true, the stored byte is 0 or 1. It has no division: divisor is
 //     ignored.

@@ -291,11 +291,24 @@ struct Product {
   }
 };
 
-// A NaN on the left stays, as no comparison with it holds; one on the right is taken.
+template <typename Lanes>
+inline constexpr bool has_floats = false;
+template <>
+inline constexpr bool has_floats<Vector<float>> = true;
+template <>
+inline constexpr bool has_floats<Vector<double>> = true;
+
+// As IEEE 754-2019's minimum and maximum: -0 lies below +0, so that the order of the operands does
+// not show. A NaN on the left stays, as no comparison with it holds; one on the right is taken.
 struct Min {
   template <typename Lanes>
   static Lanes fold(Lanes a, Lanes b) {
-    const Lanes smaller = b < a ? b : a;
+    Lanes smaller = b < a ? b : a;
+    if constexpr (has_floats<Lanes>) {
+      using Bits = decltype(a == b);
+      const Bits either = __builtin_bit_cast(Bits, a) | __builtin_bit_cast(Bits, b);
+      smaller = a == b ? __builtin_bit_cast(Lanes, either) : smaller;
+    }
     return b == b ? smaller : b;
   }
 };
@@ -303,7 +316,12 @@ struct Min {
 struct Max {
   template <typename Lanes>
   static Lanes fold(Lanes a, Lanes b) {
-    const Lanes larger = b > a ? b : a;
+    Lanes larger = b > a ? b : a;
+    if constexpr (has_floats<Lanes>) {
+      using Bits = decltype(a == b);
+      const Bits both = __builtin_bit_cast(Bits, a) & __builtin_bit_cast(Bits, b);
+      larger = a == b ? __builtin_bit_cast(Lanes, both) : larger;
+    }
     return b == b ? larger : b;
   }
 };

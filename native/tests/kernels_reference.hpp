@@ -87,7 +87,11 @@ T fold_floats(ReduceOp op, double a, double b) {
       return static_cast<T>(a * b);
     default:
       if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<T>::quiet_NaN();
-      if (a == b) return static_cast<T>(a);
+      if (a == b) {  // equal, or zeros, of which the negative one is the smaller
+        const bool negative = op == ReduceOp::min ? std::signbit(a) || std::signbit(b)
+                                                  : std::signbit(a) && std::signbit(b);
+        return static_cast<T>(negative ? -std::abs(a) : std::abs(a));
+      }
       return static_cast<T>((op == ReduceOp::min) == (a < b) ? a : b);
   }
 }

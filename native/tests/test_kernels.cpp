@@ -379,8 +379,10 @@ void test_infinities(DType dtype) {
   check_values(dtype, ReduceOp::prod, {infinity, minus_infinity}, 1, minus_infinity);
   check_values(dtype, ReduceOp::min, {one, minus_infinity, infinity}, 1, minus_infinity);
   check_values(dtype, ReduceOp::max, {one, minus_infinity, infinity}, 1, infinity);
-  check_values(dtype, ReduceOp::min, {zero, minus_zero}, 1, zero);
-  check_values(dtype, ReduceOp::min, {minus_zero, zero}, 1, minus_zero);
+  for (const auto& zeros : {std::vector<T>{zero, minus_zero}, std::vector<T>{minus_zero, zero}}) {
+    check_values(dtype, ReduceOp::min, zeros, 1, minus_zero);
+    check_values(dtype, ReduceOp::max, zeros, 1, zero);
+  }
   check_values(dtype, ReduceOp::sum, {minus_zero, minus_zero}, 1, minus_zero);
 }
 

@@ -138,16 +138,20 @@ class CallRecord:
     def __str__(self) -> str:
         if self.what == 0:
             return "no call yet"
+        if COLLECTIVES[(self.what & 0xFF) - 1] == "send":
+            return self.describe()
+        finished = ", which it has finished" if self.finished == self.sequence else ""
+        return f"{self.describe()}, collective number {self.sequence}{finished}"
+
+    def describe(self) -> str:
+        """The call alone, as the user would write it."""
         collective = COLLECTIVES[(self.what & 0xFF) - 1]
         dtype, op, root = self.what >> 8 & 0xFF, self.what >> 16 & 0xFF, self.what >> 32
-        parts = [f"{collective}(" + ", ".join(self._arguments(collective, dtype, op, root)) + ")"]
-        if collective != "send":
-            parts.append(f"collective number {self.sequence}")
-            if self.finished == self.sequence:
-                parts.append("which it has finished")
-        return ", ".join(parts)
+        return f"{collective}({', '.join(self._arguments(collective, dtype, op, root))})"
 
     def _arguments(self, collective: str, dtype: int, op: int, root: int) -> list[str]:
+        if collective == "barrier":
+            return []
         arguments = [f"{self.count} x {_DTYPES_BY_CODE[dtype]}"]
         if op != _NO_OP:
             arguments.append(_OPS_BY_CODE[op])

@@ -49,7 +49,10 @@ def explain_failure(
     if reason == Abort.MISMATCH:
         text = f"the ranks made different calls (rank {subject}'s was the first that did not fit):\n"
         text += _who_is_where(records)
-        if len(set(map(str, records))) == 1:
+        late = None if call is None else CallRecord(0, 0, call.what, call.count, False)
+        if late and (late.what, late.count) != (records[rank].what, records[rank].count):
+            text += f"\n    rank {rank} came too late with {late.describe()}"
+        elif len(set(map(str, records))) == 1:
             text += "\n    These look alike, so the ranks differ in what is not shown: "
             text += "the algorithm, the parts, or a call before."
         return CollectiveMismatchError(text)

@@ -8,6 +8,7 @@ import os
 import secrets
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,10 +112,20 @@ def run_processes(
         base = dict(os.environ if environment is None else environment)
         base["FARANDOLE_RENDEZVOUS"] = f"{server.address[0]}:{server.address[1]}"
         base["FARANDOLE_SECRET"] = secret
+        # For torch.distributed, whose own backends the ranks may use beside farandole.
+        base.setdefault("MASTER_ADDR", "127.0.0.1")
+        base.setdefault("MASTER_PORT", str(_free_port()))
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
         for rank in range(world_size):
             job.start(rank, _child_command(command, module), base)
         return job.watch()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _child_command(command: Sequence[str], module: bool) -> list[str]:
