@@ -47,8 +47,7 @@ def test_two_ranks_that_each_wait_before_they_send_are_refused():
                 Combine(Place(Region.OUTPUT, rank), rank, (Local(Place(Region.INPUT, rank)),), (1,), False),
             ),
             num_work_slots=0,
-            num_sizes=2,
-            equal_sizes=False,
+            size_classes=(0, 1),
         )
         for rank in range(2)
     ]

@@ -43,15 +43,15 @@ std::span<const Row> as_rows(const Array& array) {
 std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32 operand_ends,
                                 Ints32 after, Ints32 after_ends, Ints64 size_bytes,
                                 Ints64 input_offset, Ints64 output_offset,
-                                std::int64_t num_work_slots, bool equal_sizes, std::uint32_t rank,
-                                std::uint32_t world_size, std::size_t max_segment_bytes,
-                                std::size_t element_bytes) {
+                                std::int64_t num_work_slots, Ints32 size_classes,
+                                std::uint32_t rank, std::uint32_t world_size,
+                                std::size_t max_segment_bytes, std::size_t element_bytes) {
   const ProgramColumns program{as_rows<ProgramColumns::Operation>(operations),
                                as_rows<ProgramColumns::Operand>(operands),
                                as_span(operand_ends),
                                as_span(after),
                                as_span(after_ends),
-                               equal_sizes};
+                               as_span(size_classes)};
   const Layout layout{as_span(size_bytes), as_span(input_offset), as_span(output_offset),
                       num_work_slots};
   return std::make_shared<Plan>(program, layout, rank, world_size, max_segment_bytes,
@@ -160,7 +160,7 @@ NB_MODULE(_native, module) {
   nb::class_<Plan>(module, "Plan")
       .def(nb::new_(&make_plan), "operations"_a, "operands"_a, "operand_ends"_a, "after"_a,
            "after_ends"_a, "size_bytes"_a, "input_offset"_a, "output_offset"_a, "num_work_slots"_a,
-           "equal_sizes"_a, "rank"_a, "world_size"_a, "max_segment_bytes"_a, "element_bytes"_a);
+           "size_classes"_a, "rank"_a, "world_size"_a, "max_segment_bytes"_a, "element_bytes"_a);
 
   nb::class_<Work>(module, "Work")
       .def("is_done", &Work::is_done)

@@ -102,7 +102,8 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
       const auto earlier = static_cast<std::size_t>(program.after[after_begin]);
       if (earlier >= index) throw std::invalid_argument("an operation waits for a later one");
       after_.push_back({static_cast<std::uint32_t>(earlier),
-                        !program.equal_sizes && program.operations[earlier].size != column.size});
+                        at(program.size_classes, program.operations[earlier].size, "size") !=
+                            at(program.size_classes, column.size, "size")});
     }
     operation.after = {after_.data() + first_after, after_.size() - first_after};
     operations_.push_back(operation);

@@ -31,8 +31,8 @@ struct ProgramColumns {
   std::span<const Operand> operands;
   std::span<const std::int32_t> operand_ends;  // per operation: where its operands end
   std::span<const std::int32_t> after;
-  std::span<const std::int32_t> after_ends;  // per operation: where its predecessors end
-  bool equal_sizes = false;  // wait segment by segment even where size indices differ
+  std::span<const std::int32_t> after_ends;    // per operation: where its predecessors end
+  std::span<const std::int32_t> size_classes;  // per size index; see farandole/program.py
 };
 
 // Where the slots are, in bytes. A slot that a rank does not have in a region is never used there.

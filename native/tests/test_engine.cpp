@@ -100,6 +100,8 @@ std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::i
                                 std::uint32_t rank, const Geometry& geometry) {
   std::vector<std::int64_t> bytes;
   std::vector<std::int64_t> offsets;
+  std::vector<std::int32_t> classes(counts.size());
+  std::iota(classes.begin(), classes.end(), 0);
   std::int64_t offset = 0;
   for (const std::int64_t count : counts) {
     bytes.push_back(count * 4);
@@ -107,7 +109,7 @@ std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::i
     offset += count * 4;
   }
   const Columns columns{program.operations, program.operands,   program.operand_ends,
-                        program.after,      program.after_ends, false};
+                        program.after,      program.after_ends, classes};
   return std::make_shared<Plan>(columns, Layout{bytes, offsets, offsets, 0}, rank,
                                 geometry.world_size, geometry.slot_bytes, 4);
 }

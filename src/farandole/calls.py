@@ -223,7 +223,7 @@ class CallTable:
         ranks = signature.pair or tuple(range(self.world_size))
         program = proof.programs[ranks.index(self.rank)]
         if signature.collective == "all_to_all":
-            _require_even_if_passed_on(proof.programs, signature)
+            _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)
         plan = bind(
             schedule,
             program,
@@ -271,8 +271,8 @@ class CallTable:
         return schedule
 
 
-def _require_even_if_passed_on(programs: Sequence[Program], signature: Signature) -> None:
-    passes_on = any(o.size == program.num_sizes - 1 for program in programs for o in program.operations)
+def _require_even_if_passed_on(programs: Sequence[Program], first_size: int, signature: Signature) -> None:
+    passes_on = any(operation.size >= first_size for program in programs for operation in program.operations)
     if passes_on and len({*signature.counts, *(signature.output_counts or ())}) > 1:
         raise ArgumentError(
             "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or "

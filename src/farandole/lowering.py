@@ -68,7 +68,7 @@ def size_index(schedule: Schedule, chunk: int, rank: int) -> int:
     """Where a program of ``rank`` looks up how large chunk ``chunk`` is.
 
     Chunks are sized by their number. In all_to_all a rank knows the sizes of what it sends (first), of what it receives
-    (next), and one size for all that it passes on for others (last).
+    (next), and of what it passes on for others: one size per position in a part (last).
     """
     if schedule.collective != "all_to_all":
         return chunk
@@ -78,7 +78,14 @@ def size_index(schedule: Schedule, chunk: int, rank: int) -> int:
     per_part = schedule.num_chunks // schedule.world_size
     if owner_of_chunk(schedule, slot) == rank:
         return schedule.num_chunks + src * per_part + slot % per_part
-    return 2 * schedule.num_chunks
+    return 2 * schedule.num_chunks + slot % per_part
+
+
+def _size_classes(schedule: Schedule) -> tuple[int, ...]:
+    if schedule.collective != "all_to_all":
+        return tuple(range(schedule.num_chunks))
+    per_part = schedule.num_chunks // schedule.world_size
+    return tuple(index % per_part for index in range(2 * schedule.num_chunks + per_part))
 
 
 def _arrival_positions(interpretation: Interpretation) -> dict[int, tuple[int, int]]:
@@ -171,8 +178,7 @@ class _Builder:
             world_size=self.schedule.world_size,
             operations=tuple(self.operations),
             num_work_slots=len(self.work_slots),
-            num_sizes=self._num_sizes(),
-            equal_sizes=self.schedule.collective == "all_to_all",
+            size_classes=_size_classes(self.schedule),
         )
 
     def _append_combine(self, place: Place, value: int, operands: list[Remote | Local], *, completes: bool) -> None:
@@ -213,8 +219,3 @@ class _Builder:
 
     def _size(self, value: int) -> int:
         return size_index(self.schedule, self.values.chunk[value], self.rank)
-
-    def _num_sizes(self) -> int:
-        return (
-            self.schedule.num_chunks * 2 + 1 if self.schedule.collective == "all_to_all" else self.schedule.num_chunks
-        )

@@ -91,7 +91,7 @@ def bind(
         input_offset=inputs * itemsize,
         output_offset=outputs * itemsize,
         num_work_slots=program.num_work_slots,
-        equal_sizes=program.equal_sizes,
+        size_classes=np.array(program.size_classes, dtype=np.int32),
         rank=ranks[program.rank],
         world_size=world_size,
         max_segment_bytes=max_segment_bytes,
@@ -120,7 +120,9 @@ def _sizes(schedule: Schedule, counts: Sequence[int], output_counts: Sequence[in
     if output_counts is None:
         return sizes
     arriving = chunk_counts(schedule, output_counts)
-    return [*sizes, *arriving, max(sizes + arriving)]
+    per_part = schedule.num_chunks // schedule.world_size
+    passed_on = [max((sizes + arriving)[position::per_part]) for position in range(per_part)]
+    return [*sizes, *arriving, *passed_on]
 
 
 def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int32], ...]:

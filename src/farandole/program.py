@@ -99,15 +99,13 @@ class Program(NamedTuple):
         world_size: number of ranks of the schedule.
         operations: in program order.
         num_work_slots: slots of work memory that it uses.
-        num_sizes: length of the table of sizes that it indexes.
-        equal_sizes: True if all sizes are equal whenever it matters, so that waiting is always segment by segment. So
-            it is in all_to_all: input and output share memory only if all parts are equal, and data is passed on only
-                then.
+        size_classes: per index of the table of sizes, its class. Sizes of one class are equal whenever two operations
+            on one place have them. In all_to_all, chunks at the same position of their parts are of one class: input
+            and output share memory only if all parts are equal, and data is passed on only then.
     """
 
     rank: int
     world_size: int
     operations: tuple[Operation, ...]
     num_work_slots: int
-    num_sizes: int
-    equal_sizes: bool
+    size_classes: tuple[int, ...]

@@ -218,7 +218,8 @@ class _Run:
             return False
         program = self.programs[rank]
         for earlier in operation.after:
-            segmentwise = program.equal_sizes or program.operations[earlier].size == operation.size
+            other = program.operations[earlier].size
+            segmentwise = program.size_classes[other] == program.size_classes[operation.size]
             needed = segment + 1 if segmentwise else self.segments
             if self.done[rank][earlier] < needed:
                 return False

@@ -1,0 +1,120 @@
+"""Random schedules: whatever is proved must also run, and give what numpy gives, on sizes of all kinds.
+
+The schedules wander: chunks are copied through scratch slots at random, which are used again for other chunks, of other
+sizes; at the end each rank gets what it lacks from anyone who has it. Most are proved, the others must be refused.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from farandole import Schedule, VerificationError
+from farandole.collectives import promise_of
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "scatter", "all_to_all")
+SCHEDULES_PER_SEED = 40
+
+
+def random_schedule(choice: random.Random) -> Schedule:
+    n = choice.randrange(2, 6)
+    collective = choice.choice(COLLECTIVES)
+    num_chunks, num_scratch = n * choice.choice([1, 2]), choice.randrange(1, 4)
+    root = choice.randrange(n) if collective in ("broadcast", "gather", "scatter") else 0
+    promise = promise_of(Schedule(collective, n, num_chunks, [], num_scratch=num_scratch, root=root))
+    held = {(rank, slot): (chunk, 1 << rank) for (rank, slot), chunk in promise.before.items()}
+    rows: list[tuple[int, ...]] = []
+    step = 0
+    for step in range(choice.randrange(8)):
+        moved = {}
+        for _ in range(choice.randrange(1, 2 * n)):
+            (src, src_slot), dst = choice.choice(list(held)), choice.randrange(n)
+            place = (dst, num_chunks + choice.randrange(num_scratch))
+            if place not in moved and not (src == dst and (src, src_slot) in moved):
+                rows.append((step, src, src_slot, *place, 0))
+                moved[place] = held[src, src_slot]
+        held |= moved
+    wanted = []
+    for place, (chunk, ranks) in promise.after.items():
+        whole = (chunk, sum(1 << rank for rank in ranks))
+        if held.get(place) != whole:
+            parts = [whole] if whole in held.values() else [(chunk, 1 << rank) for rank in ranks]
+            sources = [choice.choice([p for p, value in held.items() if value == part]) for part in parts]
+            wanted.append((place, sources))
+    choice.shuffle(wanted)
+    while wanted:
+        step += 1
+        now, wanted = np.split(np.array(wanted, dtype=object), [choice.randrange(1, len(wanted) + 1)])
+        wanted = wanted.tolist()
+        rows.extend((step, *src, *place, int(i > 0)) for place, sources in now for i, src in enumerate(sources))
+    return Schedule(collective, n, num_chunks, rows, num_scratch=num_scratch, root=root)
+
+
+def numbers(rank: int, count: int, salt: int = 0) -> np.ndarray:
+    return (np.arange(count) * 7 + rank * 1_000_003 + salt * 31) % 100_003
+
+
+def run(comm, schedule: Schedule, counts: list[int], in_place: bool) -> np.ndarray | None:
+    """The collective of ``schedule``, on parts of ``counts`` elements, or that many in all."""
+    rank, n, root, total = comm.rank, comm.world_size, schedule.root, sum(counts)
+    start = sum(counts[:rank])
+    mine = numbers(rank, total)
+    if schedule.collective == "all_reduce":
+        return comm.all_reduce(mine, out=mine if in_place else np.zeros_like(mine), algorithm=schedule)
+    if schedule.collective == "reduce_scatter":
+        out = mine[start : start + counts[rank]] if in_place else None
+        return comm.reduce_scatter(mine, out=out, counts=counts, algorithm=schedule)
+    if schedule.collective == "broadcast":
+        return comm.broadcast(mine, root, algorithm=schedule)
+    if schedule.collective in ("all_gather", "gather"):
+        whole = np.zeros(total, dtype=np.int64)
+        own = whole[start : start + counts[rank]] if in_place else np.zeros(counts[rank], dtype=np.int64)
+        own[...] = numbers(rank, counts[rank])
+        if schedule.collective == "all_gather":
+            return comm.all_gather(own, out=whole, counts=counts, algorithm=schedule)
+        return comm.gather(own, root, out=whole, counts=counts, algorithm=schedule)
+    if schedule.collective == "scatter":
+        out = np.zeros(counts[rank], dtype=np.int64)
+        return comm.scatter(mine if rank == root else None, root, out=out, counts=counts, algorithm=schedule)
+    mine = np.concatenate([numbers(rank, counts[0], peer) for peer in range(n)])
+    return comm.all_to_all(mine, out=mine if in_place else None, algorithm=schedule)
+
+
+def expected(schedule: Schedule, rank: int, counts: list[int]) -> np.ndarray | None:
+    n, root, total = schedule.world_size, schedule.root, sum(counts)
+    part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    reduced = sum(numbers(peer, total) for peer in range(n))
+    gathered = np.concatenate([numbers(peer, counts[peer]) for peer in range(n)])
+    return {
+        "all_reduce": reduced,
+        "reduce_scatter": reduced[part],
+        "broadcast": numbers(root, total),
+        "all_gather": gathered,
+        "gather": gathered if rank == root else None,
+        "scatter": numbers(root, total)[part],
+        "all_to_all": np.concatenate([numbers(peer, counts[0], rank) for peer in range(n)]),
+    }[schedule.collective]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_whatever_is_proved_runs_and_is_right(worlds, seed):
+    choice = random.Random(seed)
+    num_run = 0
+    for number in range(SCHEDULES_PER_SEED):
+        schedule = random_schedule(choice)
+        n = schedule.world_size
+        counts = [choice.choice([0, 1, 3, 7000, choice.randrange(60_000)]) for _ in range(n)]
+        in_place = choice.random() < 0.5
+        try:
+            results = worlds(n).run(run, schedule, counts, in_place)
+        except VerificationError:
+            continue
+        num_run += 1
+        for rank, result in enumerate(results):
+            what = f"seed {seed} number {number}: {schedule}, rank {rank}, counts {counts}, in place: {in_place}"
+            wanted = expected(schedule, rank, counts)
+            assert (result is None) == (wanted is None), what
+            assert wanted is None or np.array_equal(result, wanted), what
+    assert num_run > SCHEDULES_PER_SEED / 4
