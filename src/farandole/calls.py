@@ -208,6 +208,9 @@ class CallTable:
             ArgumentError: the algorithm is not for this call.
             ScheduleError: the algorithm's schedule is malformed, or its proof failed.
         """
+        algorithm = signature.algorithm
+        if not (algorithm is None or isinstance(algorithm, (str, Schedule)) or callable(algorithm)):
+            raise ArgumentError(f"algorithm is {algorithm!r}; give a name, a Schedule, or a function that makes one")
         call = self._calls.get(signature)
         if call is None:
             call = self._settle(signature)
@@ -259,6 +262,10 @@ class CallTable:
             algorithm = selector.choose(collective, world_size, payload_bytes)
         if isinstance(algorithm, str):
             return _named_schedule(collective, algorithm, world_size, signature.root)
+        if not isinstance(algorithm, Schedule) and not callable(algorithm):
+            raise ArgumentError(
+                f"algorithm is {algorithm!r}; it must be a name, a Schedule, or a function that makes one"
+            )
         schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
         if not isinstance(schedule, Schedule):
             raise ArgumentError(f"algorithm returned a {type(schedule).__name__}; it must return a Schedule")

@@ -8,6 +8,7 @@ Where a collective gives each rank a part, the parts lie along the first dimensi
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
 from farandole.calls import Algorithm, CollectiveStats, Signature
+from farandole.collectives import is_reducing
 from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError
 from farandole.plans import split_evenly
@@ -176,7 +178,7 @@ class Communicator:
         """
         self._require_rank("src", src)
         buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
-        signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=src)
+        signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
         return self._run(signature, buffer, buffer, timeout, async_op)
 
     def reduce(
@@ -213,7 +215,7 @@ class Communicator:
             _require_same_count("out", target, source.count)
         else:
             source = target = read_buffer(tensor)
-        signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=dst)
+        signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst))
         return self._run(signature, source, target, timeout, async_op)
 
     def gather(
@@ -245,7 +247,7 @@ class Communicator:
         source = read_buffer(tensor)
         parts, rows = self._parts_from_own(source, counts)
         start = sum(parts[: self.rank])
-        signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=dst)
+        signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=int(dst))
         if self.rank != dst:
             return self._run(signature, source, None, timeout, async_op, input_start=start)
         if out is None:
@@ -286,7 +288,7 @@ class Communicator:
                 raise ArgumentError(f"out is None on rank {self.rank}; scatter needs it on every rank but src={src}")
             target = write_buffer(out)
             parts, _ = self._parts_from_own(target, counts)
-            signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=src)
+            signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=int(src))
             return self._run(signature, None, target, timeout, async_op, output_start=sum(parts[: self.rank]))
         if tensor is None:
             raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
@@ -296,7 +298,7 @@ class Communicator:
             out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
         target = self._output(out, source)
         _require_same_count("out", target, parts[self.rank])
-        signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=src)
+        signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=int(src))
         return self._run(signature, source, target, timeout, async_op, output_start=sum(parts[: self.rank]))
 
     def all_to_all(
@@ -371,6 +373,10 @@ class Communicator:
         """Send ``tensor`` to rank ``dst``, which must `recv` it. Messages of a pair arrive in the order in which they
         are sent.
 
+        A large message is on its way until the peer receives it, and all calls of a rank run in the order in which they
+        were made, those in the background too. So two ranks that both send first, and then receive, wait for each other
+        unless the messages are small; let one of them receive first, or use `all_to_all`.
+
         Args:
             tensor: any shape.
             dst: another rank of this communicator.
@@ -383,9 +389,9 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
-        self._require_peer("dst", dst)
+        self._require_peer("dst", dst, tag)
         buffer = read_buffer(tensor)
-        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, dst), tag=tag)
+        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, int(dst)), tag=int(tag))
         work: Work | None = self._run(signature, buffer, None, timeout, async_op)
         return work
 
@@ -404,9 +410,9 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
-        self._require_peer("src", src)
+        self._require_peer("src", src, tag)
         buffer = write_buffer(tensor)
-        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(src, self.rank), tag=tag)
+        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(int(src), self.rank), tag=int(tag))
         return self._run(signature, None, buffer, timeout, async_op)
 
     # -- groups and life -----------------------------------------------------------------------------------------
@@ -426,8 +432,10 @@ class Communicator:
             ArgumentError: color is negative.
             CommunicationError as in `all_reduce`.
         """
-        if color is not None and color < 0:
-            raise ArgumentError(f"color is {color}; it must be >= 0, or None to join no group")
+        if color is not None and not _is_whole(color, 0):
+            raise ArgumentError(f"color is {color!r}; it must be a whole number >= 0, or None to join no group")
+        if not _is_whole(key):
+            raise ArgumentError(f"key is {key!r}; it must be a whole number")
         mine = np.array([-1 if color is None else color, key], dtype=np.int64)
         wishes = self.all_gather(mine).reshape(-1, 2).tolist()
         members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes) if wish == color)
@@ -498,7 +506,7 @@ class Communicator:
         return target
 
     def _signature(self, collective: str, buffer: Buffer, *, op: str | None = None, **more: Any) -> Signature:
-        if op is not None:
+        if is_reducing(collective):
             require_reducible(buffer.dtype, op)
         return Signature(collective, buffer.dtype, op, **more)
 
@@ -528,17 +536,24 @@ class Communicator:
         return tuple(count * width for count in rows), rows
 
     def _checked_counts(self, counts: Sequence[int], name: str) -> tuple[int, ...]:
-        rows = tuple(int(count) for count in counts)
+        try:
+            rows = tuple(operator.index(count) for count in counts)
+        except TypeError:
+            rows = ()
         if len(rows) != self.world_size or min(rows) < 0:
-            raise ArgumentError(f"{name} is {rows}; it must hold {self.world_size} numbers >= 0, one per rank")
+            raise ArgumentError(
+                f"{name} is {counts!r}; it must hold {self.world_size} whole numbers >= 0, one per rank"
+            )
         return rows
 
     def _require_rank(self, name: str, rank: int) -> None:
-        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.world_size:
+        if not _is_whole(rank, 0) or rank >= self.world_size:
             raise ArgumentError(f"{name} is {rank!r}; the ranks of this communicator are 0..{self.world_size - 1}")
 
-    def _require_peer(self, name: str, rank: int) -> None:
+    def _require_peer(self, name: str, rank: int, tag: int) -> None:
         self._require_rank(name, rank)
+        if not _is_whole(tag):
+            raise ArgumentError(f"tag is {tag!r}; it must be a whole number")
         if rank == self.rank:
             raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
 
@@ -553,6 +568,11 @@ class Communicator:
     ) -> Any:
         timeout_s = self.timeout_s if timeout is None else timeout
         return self._runner.run(signature, source, target, timeout_s, async_op, **starts)
+
+
+def _is_whole(value: Any, minimum: int = -(2**63)) -> bool:
+    """Whether ``value`` is a whole number that fits 64 bits, and no less than ``minimum``."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and minimum <= int(value) < 2**63
 
 
 def _row_width(shape: tuple[int, ...]) -> int:

@@ -58,7 +58,7 @@ def dtype_named(name: str) -> DType:
     return dtype
 
 
-def require_reducible(dtype: DType, op: str) -> int:
+def require_reducible(dtype: DType, op: str | None) -> int:
     """The number of ``op``, once it is certain that ``dtype`` can be reduced with it.
 
     Raises:
