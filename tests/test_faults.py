@@ -194,6 +194,21 @@ def test_one_rank_that_fails_ends_all_and_is_named(tmp_path, way):
     assert done.stderr.count("Traceback") == (way == "raise")
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["missing.py"], "there is no script 'missing.py' here"),
+        (["no-such-program"], "there is no program 'no-such-program'"),
+    ],
+)
+def test_what_is_not_there_is_not_started(command, message):
+    arguments = [sys.executable, "-m", "farandole", "run", "-n", "2", *command]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=JOIN_S, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_in_a_call_raises_and_aborts_the_others(tmp_path):
     script = tmp_path / "interrupt.py"
     script.write_text(

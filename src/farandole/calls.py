@@ -262,10 +262,6 @@ class CallTable:
             algorithm = selector.choose(collective, world_size, payload_bytes)
         if isinstance(algorithm, str):
             return _named_schedule(collective, algorithm, world_size, signature.root)
-        if not isinstance(algorithm, Schedule) and not callable(algorithm):
-            raise ArgumentError(
-                f"algorithm is {algorithm!r}; it must be a name, a Schedule, or a function that makes one"
-            )
         schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
         if not isinstance(schedule, Schedule):
             raise ArgumentError(f"algorithm returned a {type(schedule).__name__}; it must return a Schedule")

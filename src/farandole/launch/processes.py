@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -97,12 +99,13 @@ def run_processes(
         How the job ended. No process of it is left, whatever happened.
 
     Raises:
-        ArgumentError: there is nothing to run, or world_size is below 1.
+        ArgumentError: there is nothing to run, no such script or program, or world_size is below 1.
     """
     if world_size < 1:
         raise ArgumentError(f"the number of ranks is {world_size}; it must be >= 1")
     if not command:
         raise ArgumentError("there is nothing to run; name a script, e.g. farandole run -n 2 train.py")
+    child = _child_command(command, module)
     job = _Job(world_size, on_line)
     with job.signals(), contextlib.ExitStack() as stack:
         secret = secrets.token_hex(32)
@@ -117,7 +120,7 @@ def run_processes(
         base.setdefault("MASTER_PORT", str(_free_port()))
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
         for rank in range(world_size):
-            job.start(rank, _child_command(command, module), base)
+            job.start(rank, child, base)
         return job.watch()
 
 
@@ -130,6 +133,12 @@ def _free_port() -> int:
 
 def _child_command(command: Sequence[str], module: bool) -> list[str]:
     kind = "module" if module else "script" if command[0].endswith(".py") else "exec"
+    if kind == "script" and not Path(command[0]).is_file():
+        raise ArgumentError(f"there is no script {command[0]!r} here ({Path.cwd()})")
+    if kind == "exec" and shutil.which(command[0]) is None:
+        raise ArgumentError(
+            f"there is no program {command[0]!r}; a Python script ends in .py, a Python module is run with -m"
+        )
     return [sys.executable, "-m", "farandole.launch.child", kind, *command]
 
 
