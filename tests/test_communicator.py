@@ -249,7 +249,7 @@ def test_scatter_needs_out_where_nothing_tells_the_shape(worlds):
     worlds(2).run(body)
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, "4"])
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "4", True, 10**5, 2**70])
 def test_a_local_world_needs_a_whole_number_of_ranks(bad):
     with pytest.raises(ArgumentError, match="world_size is"):
         farandole.local(bad)
@@ -285,6 +285,24 @@ def test_background_work_need_not_be_waited_for(worlds):
         return [int(result[7]) for result in results]
 
     assert worlds(2).run(body) == [[1 + 2 * i for i in range(20)]] * 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1, 0, True, "x", [1]])
+def test_waiting_for_work_needs_a_number_of_seconds(worlds, bad):
+    work = worlds(1)[0].all_reduce(np.ones(2), async_op=True)
+    with pytest.raises(ArgumentError, match="timeout is"):
+        work.wait(bad)
+    assert work.wait(np.int64(30)).tolist() == [1, 1]
+    assert work.wait(10**400).tolist() == [1, 1]
+
+
+def test_bytes_may_be_sent_but_not_overwritten(worlds):
+    def body(comm):
+        with pytest.raises(ArgumentError, match="read-only"):
+            comm.all_reduce(b"abc")
+        return bytes(comm.all_gather(b"abc"))
+
+    assert worlds(2).run(body) == [b"abcabc"] * 2
 
 
 def test_waiting_for_work_with_a_timeout_leaves_it_going(worlds):

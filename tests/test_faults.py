@@ -224,11 +224,11 @@ def test_ctrl_c_in_a_call_raises_and_aborts_the_others(tmp_path):
         "except farandole.CommunicatorClosedError as error:\n"
         "    print(error, flush=True)\n"
     )
-    command = [sys.executable, "-m", "farandole", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "farandole", "run", "--prefix", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert "interrupted\n" in done.stdout
-    assert "rank 0 was interrupted in the middle of a call" in done.stdout
+    assert "[0] interrupted\n" in done.stdout
+    assert "[1] rank 0 was interrupted in the middle of a call" in done.stdout
 
 
 def test_a_forked_child_is_told_to_join_anew():
@@ -252,6 +252,60 @@ def test_a_forked_child_is_told_to_join_anew():
             assert "forked from it; call farandole.init() in the new process" in text.read()
         assert status == 0
         assert comm.all_reduce(np.ones(3)).tolist() == [1, 1, 1]  # the parent's goes on
+
+
+FORKS = """
+import os, sys, numpy as np, farandole
+world = farandole.local(2, timeout_s=30)
+if sys.argv[1] == "idle":
+    world.run(lambda comm: comm.all_reduce(np.ones(5), async_op=True).wait())
+work = world[0].all_reduce(np.ones(5), async_op=True) if sys.argv[1] == "pending" else None
+child = os.fork()
+if child == 0:
+    for call in (world[0].abort, work.wait if work else world[0].barrier):
+        try:
+            call()
+        except farandole.CommunicatorClosedError:
+            continue
+        os._exit(9)
+    sys.exit(0)  # runs the exit handlers, and destroys what there is
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+if work:
+    world[1].all_reduce(np.ones(5))
+    assert work.wait().tolist() == [2.0] * 5
+assert world.run(lambda comm: comm.all_reduce(np.ones(1)).tolist()) == [[2.0]] * 2
+"""
+
+
+@pytest.mark.parametrize("state", ["unused", "idle", "pending"])
+def test_a_forked_child_ends_by_itself_and_leaves_its_parent_alone(state):
+    for _ in range(5):
+        arguments = [sys.executable, "-c", FORKS, state]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=JOIN_S, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_while_ranks_are_being_started_ends_the_job(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("import time\ntime.sleep(1000)\n")
+    command = [sys.executable, "-m", "farandole", "run", "-n", "40", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as launcher:
+
+        def children() -> list[str]:
+            return Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+
+        wait_until(children)
+        launcher.terminate()
+        launcher.communicate(timeout=JOIN_S)
+    assert launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_more_ranks_than_a_host_can_hold_are_refused():
+    arguments = [sys.executable, "-m", "farandole", "run", "-n", "100000", __file__]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=JOIN_S, check=False)
+    assert done.returncode == 2
+    assert "the number of ranks is 100000; it must be in 1..256" in done.stderr
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------

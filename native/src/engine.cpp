@@ -69,14 +69,15 @@ Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
 
 Engine::~Engine() {
   close();
+  if (is_forked()) static_cast<void>(background_.release());
   for (const int descriptor : process_descriptors_) {
     if (descriptor >= 0) ::close(descriptor);
   }
 }
 
 Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
-  std::unique_lock lock(mutex_);
-  if (busy_ || !queue_.empty()) {
+  std::unique_lock lock(background_->mutex);
+  if (background_->busy || !background_->queue.empty()) {
     // Calls run in the order in which they were made: queue up behind the others.
     lock.unlock();
     const std::shared_ptr<Work> work = submit(call);
@@ -85,44 +86,46 @@ Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
     }
     return work->receipt();
   }
-  busy_ = true;
+  background_->busy = true;
   lock.unlock();
   const Receipt receipt = execute(call, interrupted);
   lock.lock();
-  busy_ = false;
-  const bool others_wait = !queue_.empty();
+  background_->busy = false;
+  const bool others_wait = !background_->queue.empty();
   lock.unlock();
-  if (others_wait) changed_.notify_all();
+  if (others_wait) background_->changed.notify_all();
   return receipt;
 }
 
 std::shared_ptr<Work> Engine::submit(const Call& call) {
   auto work = std::make_shared<Work>();
   {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) {
+    const std::lock_guard lock(background_->mutex);
+    if (background_->stopping) {
       work->finish({.status = Abort::requested, .subject = rank_});
       return work;
     }
-    queue_.push_back({call, work});
-    if (!thread_.joinable()) thread_ = std::thread(&Engine::serve, this);
+    background_->queue.push_back({call, work});
+    if (!background_->thread.joinable()) background_->thread = std::thread(&Engine::serve, this);
   }
-  changed_.notify_all();
+  background_->changed.notify_all();
   return work;
 }
 
 void Engine::serve() {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(background_->mutex);
   while (true) {
-    changed_.wait(lock, [this] { return !busy_ && (stopping_ || !queue_.empty()); });
-    if (queue_.empty()) return;
-    busy_ = true;
-    const Job job = std::move(queue_.front());
-    queue_.pop_front();
+    background_->changed.wait(lock, [this] {
+      return !background_->busy && (background_->stopping || !background_->queue.empty());
+    });
+    if (background_->queue.empty()) return;
+    background_->busy = true;
+    const Job job = std::move(background_->queue.front());
+    background_->queue.pop_front();
     lock.unlock();
     const Receipt receipt = execute(job.call, {});
     lock.lock();
-    busy_ = false;  // before whoever waits for it goes on, and perhaps closes
+    background_->busy = false;  // before whoever waits for it goes on, and perhaps closes
     job.work->finish(receipt);
   }
 }
@@ -140,25 +143,22 @@ std::pair<Abort, std::uint32_t> Engine::aborted() const noexcept {
 }
 
 void Engine::close() noexcept {
-  if (getpid() != owner_) {
-    // A child forked from the owner: the thread is not in this process, and the rank is not ours to
-    // close.
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
+  if (is_forked()) return;  // the rank is not this process's to close
   bool unfinished = false;
   {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    stopping_ = true;
-    unfinished = busy_ || !queue_.empty();
+    const std::lock_guard lock(background_->mutex);
+    if (background_->stopping) return;
+    background_->stopping = true;
+    unfinished = background_->busy || !background_->queue.empty();
   }
   if (unfinished) abort(Abort::requested, rank_);
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  background_->changed.notify_all();
+  if (background_->thread.joinable()) background_->thread.join();
   arena_->rank(rank_).closed.store(1, std::memory_order_release);
   ring_all();
 }
+
+bool Engine::is_forked() const noexcept { return getpid() != owner_; }
 
 void Engine::ring_all() noexcept {
   for (std::uint32_t peer = 0; peer < world_size_; ++peer) {

@@ -118,6 +118,7 @@ class Engine {
   void check_peers(const Call& call);
   std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;
+  bool is_forked() const noexcept;  // whether this is another process than the owner
   void ring_all() noexcept;
   void serve();
   Writer& writer(std::uint32_t channel);
@@ -130,7 +131,7 @@ class Engine {
   const std::uint32_t spins_;
   const pid_t owner_;  // the process that made this engine
 
-  // Used by whoever holds the turn (`busy_`), and by nobody else.
+  // Used by whoever holds the turn (`busy`), and by nobody else.
   std::vector<std::unique_ptr<Writer>>
       writers_;  // by dst; at rank_: the shared channel. Made when first used.
   std::vector<std::unique_ptr<Reader>>
@@ -146,12 +147,17 @@ class Engine {
       0;  // fingerprint of the last collective, which holds those of all before
   std::uint64_t call_fingerprint_ = 0;
 
-  std::mutex mutex_;                 // guards the four below
-  std::condition_variable changed_;  // busy_, queue_ or stopping_ changed
-  std::deque<Job> queue_;
-  bool busy_ = false;
-  bool stopping_ = false;
-  std::thread thread_;  // started by the first submit
+  // What callers share with the engine's own thread. In a child forked from the owner that thread
+  // does not exist, and the lock may be held for ever: there it is neither used nor destroyed.
+  struct Background {
+    std::mutex mutex;                 // guards what follows
+    std::condition_variable changed;  // busy, queue or stopping changed
+    std::deque<Job> queue;
+    bool busy = false;
+    bool stopping = false;
+    std::thread thread;  // started by the first submit
+  };
+  std::unique_ptr<Background> background_ = std::make_unique<Background>();
 };
 
 }  // namespace farandole

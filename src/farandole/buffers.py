@@ -67,7 +67,8 @@ def read_buffer(value: Any) -> Buffer:
     if _is_torch(value):
         tensor = _plain_tensor(value).contiguous()
         return Buffer(tensor.data_ptr(), tuple(tensor.shape), _torch_dtype(tensor), value, tensor)
-    array = np.ascontiguousarray(_as_array(value)).reshape(np.shape(value))
+    given = _as_array(value)
+    array = np.ascontiguousarray(given).reshape(given.shape)
     return Buffer(array.__array_interface__["data"][0], array.shape, _numpy_dtype(array), value, array)
 
 
@@ -104,7 +105,8 @@ def empty_like(value: Any, shape: tuple[int, ...]) -> Any:
 
 def _is_torch(value: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    tensor_type = getattr(torch, "Tensor", None)  # absent while another thread is importing torch
+    return tensor_type is not None and isinstance(value, tensor_type)
 
 
 def _plain_tensor(tensor: Any) -> Any:

@@ -22,8 +22,8 @@ from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
-from farandole.runner import Runner, require_timeout
-from farandole.work import Work
+from farandole.runner import Runner
+from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
 

@@ -54,7 +54,7 @@ def explain_failure(
             text += f"\n    rank {rank} came too late with {late.describe()}"
         elif len(set(map(str, records))) == 1:
             text += "\n    These look alike, so the ranks differ in what is not shown: "
-            text += "the algorithm, the parts, or a call before."
+            text += "the algorithm, the parts, the tag, or a call before."
         return CollectiveMismatchError(text)
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, timeout_s))

@@ -8,7 +8,8 @@ import os
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError
 from farandole.rendezvous import identity_from, join, join_alone
-from farandole.runner import close_all, require_timeout
+from farandole.runner import close_all
+from farandole.work import require_timeout
 
 __all__ = ["init"]
 
@@ -38,7 +39,7 @@ def init(*, timeout_s: float | None = None) -> Communicator:
             timeout_s = float(text)
         except ValueError:
             raise ArgumentError(f"FARANDOLE_TIMEOUT_S is {text!r}; it must be a number of seconds") from None
-    require_timeout("timeout_s", timeout_s)
+    timeout_s = require_timeout("timeout_s", timeout_s)
     identity = identity_from(os.environ)
     membership = join_alone() if identity is None else join(identity, timeout_s)
     return Communicator(membership, timeout_s=timeout_s)

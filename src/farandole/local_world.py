@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError, CommunicatorClosedError
-from farandole.rendezvous import join_threads
+from farandole.rendezvous import MAX_WORLD_SIZE, join_threads
 
 __all__ = ["LocalWorld", "local"]
 
@@ -101,8 +103,9 @@ def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LocalWorl
         timeout_s: seconds that a blocking call waits where the call does not say otherwise.
 
     Raises:
-        ArgumentError: world_size is not a whole number >= 1.
+        ArgumentError: world_size is not a whole number from 1 to `MAX_WORLD_SIZE`.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number >= 1")
-    return LocalWorld(world_size, timeout_s)
+    is_whole = isinstance(world_size, (int, np.integer)) and not isinstance(world_size, bool)
+    if not is_whole or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
+    return LocalWorld(int(world_size), timeout_s)

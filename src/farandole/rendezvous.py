@@ -21,7 +21,10 @@ import farandole._native as _native
 from farandole.errors import RendezvousError
 from farandole.store import Address, StoreClient, StoreServer
 
-__all__ = ["Identity", "Membership", "identity_from", "join", "join_alone", "join_threads"]
+__all__ = ["MAX_WORLD_SIZE", "Identity", "Membership", "identity_from", "join", "join_alone", "join_threads"]
+
+MAX_WORLD_SIZE = 256
+"""Ranks that one host is asked to run; more would exhaust it long before they met."""
 
 _num_joins = 0
 

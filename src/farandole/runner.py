@@ -20,12 +20,11 @@ from farandole.calls import Call, CallRecord, CallTable, CollectiveStats, Signat
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
 from farandole.failures import Abort, explain_failure
 from farandole.rendezvous import Membership
-from farandole.work import Receipt, Work
+from farandole.work import Receipt, Work, require_timeout
 
-__all__ = ["Runner", "close_all", "require_timeout"]
+__all__ = ["Runner", "close_all"]
 
 _CLOSE_GRACE_S = 1.0
-_FOR_EVER_S = 1e9  # thirty years; longer times would not fit the engine's clock
 _SPINS = 2000
 _SPINS_WHEN_CROWDED = 20
 
@@ -36,17 +35,6 @@ def close_all() -> None:
     """Close every communicator of this process that is still open."""
     for runner in list(_open):
         runner.close()
-
-
-def require_timeout(name: str, seconds: float) -> float:
-    """``seconds``, once it is certain that it is a time to wait.
-
-    Raises:
-        ArgumentError: it is not a number > 0.
-    """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ArgumentError(f"{name} is {seconds!r}; it must be a number of seconds > 0 (math.inf: no limit)")
-    return seconds if seconds < _FOR_EVER_S else float("inf")
 
 
 class Runner:
@@ -98,7 +86,7 @@ class Runner:
         """
         self._require_usable()
         _require_apart_or_in_place(source, target, input_start, output_start)
-        require_timeout("timeout", timeout_s)
+        timeout_s = require_timeout("timeout", timeout_s)
         call = self._calls.settle(signature)
         arguments = (
             call.plan,
@@ -111,7 +99,7 @@ class Runner:
             signature.pair is None,
             call.what,
             call.count,
-            timeout_s if timeout_s < _FOR_EVER_S else float("inf"),
+            timeout_s,
         )
 
         def finish(receipt: Receipt, _source: Buffer | None = source) -> Any:
@@ -141,6 +129,7 @@ class Runner:
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
+        self._require_own_process()
         self._engine.abort(int(Abort.REQUESTED), self._rank)
 
     @property
@@ -193,13 +182,16 @@ class Runner:
             return type(self._failure)(*self._failure.args)
 
     def _require_usable(self) -> None:
+        self._require_own_process()
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _require_own_process(self) -> None:
         if self._process != os.getpid():
             raise CommunicatorClosedError(
                 f"this communicator belongs to process {self._process}, and this is process {os.getpid()}, forked "
                 f"from it; call farandole.init() in the new process"
             )
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
 
     def _settle_finished_work(self) -> None:
         """Deliver and count background calls that have ended, so that nobody need wait for them; forget them."""

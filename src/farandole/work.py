@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import farandole._native as _native
-from farandole.errors import CollectiveTimeoutError
+import numpy as np
 
-__all__ = ["Receipt", "Work"]
+import farandole._native as _native
+from farandole.errors import ArgumentError, CollectiveTimeoutError, CommunicatorClosedError
+
+__all__ = ["Receipt", "Work", "require_timeout"]
+
+_FOR_EVER_S = 1e9
+"""Thirty years; longer times would not fit the engine's clock."""
 
 Receipt = tuple[int, int, int, int, float]
 """What the engine says of a call: status, the rank it is about, bytes sent, bytes received, seconds."""
+
+
+def require_timeout(name: str, seconds: object) -> float:
+    """``seconds`` as a float, once it is certain that it is a time to wait; infinity if it is longer than anyone waits.
+
+    Raises:
+        ArgumentError: it is not a number > 0.
+    """
+    if not isinstance(seconds, bool) and isinstance(seconds, (int, float, np.integer, np.floating)):
+        if seconds >= _FOR_EVER_S:  # even where it is too large for a float
+            return math.inf
+        if float(seconds) > 0:
+            return float(seconds)
+    raise ArgumentError(f"{name} is {seconds!r}; it must be a number of seconds > 0 (math.inf: no limit)")
 
 
 class Work:
@@ -30,6 +50,7 @@ class Work:
         self._result: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def is_done(self) -> bool:
         """Whether the call has ended, well or not. Does not block."""
@@ -50,10 +71,16 @@ class Work:
             What the same call returns without ``async_op``.
 
         Raises:
+            ArgumentError: ``timeout`` is not a number > 0.
             CollectiveTimeoutError: not done within ``timeout``.
             CommunicationError: what the call itself raised; the same at every wait.
         """
-        if not self.is_done_within(math.inf if timeout is None else timeout):
+        if self._process != os.getpid() and not self.is_done():
+            raise CommunicatorClosedError(
+                f"{self._describe} goes on in process {self._process}, not in this one, its child"
+            )
+        timeout = math.inf if timeout is None else require_timeout("timeout", timeout)
+        if not self.is_done_within(timeout):
             raise CollectiveTimeoutError(
                 f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again"
             )

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO
 
 from farandole.errors import ArgumentError
+from farandole.rendezvous import MAX_WORLD_SIZE
 from farandole.store import StoreServer
 
 __all__ = ["JobResult", "RankFailure", "run_processes"]
@@ -99,10 +100,10 @@ def run_processes(
         How the job ended. No process of it is left, whatever happened.
 
     Raises:
-        ArgumentError: there is nothing to run, no such script or program, or world_size is below 1.
+        ArgumentError: there is nothing to run, no such script or program, or world_size is not in 1..256.
     """
-    if world_size < 1:
-        raise ArgumentError(f"the number of ranks is {world_size}; it must be >= 1")
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"the number of ranks is {world_size}; it must be in 1..{MAX_WORLD_SIZE}")
     if not command:
         raise ArgumentError("there is nothing to run; name a script, e.g. farandole run -n 2 train.py")
     child = _child_command(command, module)
@@ -120,6 +121,8 @@ def run_processes(
         base.setdefault("MASTER_PORT", str(_free_port()))
         base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
         for rank in range(world_size):
+            if job.signal is not None:  # told to end before all had begun
+                break
             job.start(rank, child, base)
         return job.watch()
 
@@ -212,7 +215,7 @@ class _Job:
 
     def watch(self) -> JobResult:
         """Wait until all ranks have ended, or one has failed, or a signal came."""
-        running = set(range(self.world_size))
+        running = {entry.rank for entry in self.ranks}
         while running and self.signal is None:
             for key, _ in self.selector.select():
                 if key.data is None:
