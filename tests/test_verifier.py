@@ -353,3 +353,22 @@ def test_folds_count_how_often_they_hold_a_rank() -> None:
     assert values.times(values.fold((pair, pair, a)), 0) == 3
     assert values.doubled[values.fold((pair, pair, a))] == 0b11
     assert values.doubled[pair] == 0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule("broadcast", 2, 1, [(0, 1, 0, 1, 0, 1), (0, 1, 0, 0, 0, 0), (1, 0, 0, 1, 0, 0)], root=1),
+        Schedule("broadcast", 2, 1, [(0, 0, 0, 1, 0, 0), (1, 1, 0, 1, 0, 1), (2, 0, 0, 1, 0, 0)]),
+        Schedule(
+            "broadcast", 2, 1, [(0, 1, 0, 0, 0, 0), (1, 0, 0, 0, 1, 0), (2, 0, 1, 0, 1, 1)], root=1, num_scratch=1
+        ),
+        Schedule("all_gather", 2, 2, [(0, 0, 0, 1, 0, 0), (0, 1, 1, 0, 1, 0), (1, 0, 1, 0, 1, 1), (2, 1, 1, 0, 1, 0)]),
+        Schedule("send", 2, 1, [(0, 0, 0, 1, 0, 0), (1, 0, 0, 1, 0, 1), (2, 0, 0, 1, 0, 0)]),
+    ],
+)
+def test_a_collective_that_only_moves_data_may_add_nothing_even_if_it_is_thrown_away(schedule: Schedule) -> None:
+    with pytest.raises(VerificationError, match=f"{schedule.collective} only moves data and adds nothing") as caught:
+        verify(schedule)
+    assert caught.value.transfer is not None
+    assert caught.value.rank is not None

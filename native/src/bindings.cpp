@@ -65,6 +65,9 @@ Call make_call(std::shared_ptr<const Plan> plan, std::uintptr_t input, std::uint
   call.plan = std::move(plan);
   call.input = reinterpret_cast<const std::byte*>(input);
   call.output = reinterpret_cast<std::byte*>(output);
+  if (op < 0 && call.plan->max_operands() > 1) {
+    throw std::invalid_argument("this plan reduces, and the call names no op");
+  }
   if (op >= 0) {
     call.combine = find_combine(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
     if (call.combine == nullptr) throw std::invalid_argument("this dtype cannot be reduced so");

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from farandole.collectives import Promise, promise_of
+from farandole.collectives import Promise, is_reducing, promise_of
 from farandole.errors import VerificationError
 from farandole.schedule import Schedule
 
@@ -189,6 +189,8 @@ def interpret(schedule: Schedule) -> Interpretation:
                 if rows[index][1] in senders:
                     raise _arrives_twice(schedule, index)
                 senders.add(rows[index][1])
+            if len(operands) > 1 and not is_reducing(schedule.collective):
+                raise _adds_where_nothing_is_added(schedule, transfers[0 if keeps_old else 1])
             value = _fold(schedule, values, operands, transfers)
             completes = len(operands) > 1 and values.ranks[value] == everyone
             completes = completes and all(values.ranks[operand] != everyone for operand in operands)
@@ -318,6 +320,17 @@ def _adds_to_nothing(schedule: Schedule, index: int) -> VerificationError:
     transfer = schedule.transfer(index)
     return VerificationError(
         f"{_describe(schedule, index)}, but there is nothing there to add to",
+        rank=transfer.dst,
+        chunk=transfer.dst_slot,
+        transfer=index,
+    )
+
+
+def _adds_where_nothing_is_added(schedule: Schedule, index: int) -> VerificationError:
+    transfer = schedule.transfer(index)
+    return VerificationError(
+        f"{_describe(schedule, index)}, beside something else in that slot; but {schedule.collective} only moves "
+        f"data and adds nothing: one transfer per slot and step, without reduce",
         rank=transfer.dst,
         chunk=transfer.dst_slot,
         transfer=index,
