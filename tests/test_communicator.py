@@ -493,11 +493,20 @@ def test_a_size_mismatch_names_each_rank_and_its_call():
 
 def test_all_to_all_with_counts_that_do_not_fit_is_a_mismatch():
     def body(comm):
-        sends = [3, 1] if comm.rank == 0 else [1, 3]
-        comm.all_to_all(np.ones(4), counts=sends, output_counts=[2, 2])
+        expects = [2, 3] if comm.rank == 0 else [2, 2]  # rank 1 sends 2
+        comm.all_to_all(np.ones(4), counts=[2, 2], output_counts=expects)
         comm.barrier()
 
     raises_everywhere(2, body, CollectiveMismatchError, "different calls")
+
+
+def test_all_to_all_to_oneself_must_fit():
+    def body(comm):
+        out = np.zeros(4, dtype=np.int64)
+        counts, expects = ([4, 0], [0, 4]) if comm.rank == 0 else ([0, 4], [4, 0])
+        comm.all_to_all(np.arange(4), out=out, counts=counts, output_counts=expects)
+
+    raises_everywhere(2, body, ArgumentError, "sends itself 4 rows by counts, but expects 0")
 
 
 def test_a_timeout_names_the_ranks_that_are_missing():

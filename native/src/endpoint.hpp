@@ -44,13 +44,11 @@ class Writer {
     return published_ - taken_ < num_slots_;
   }
 
-  // The reader that keeps the channel full, for messages. pre: !has_room()
-  std::uint32_t slowest_reader() const noexcept {
-    return *std::min_element(readers_.begin(), readers_.end(), [this](auto a, auto b) {
-      return channel_.taken(a).load(std::memory_order_relaxed) <
-             channel_.taken(b).load(std::memory_order_relaxed);
-    });
+  // True if `reader` has not made room for the next segment.
+  bool waits_for(std::uint32_t reader) const noexcept {
+    return published_ - channel_.taken(reader).load(std::memory_order_seq_cst) >= num_slots_;
   }
+  const std::vector<std::uint32_t>& readers() const noexcept { return readers_; }
 
   // pre: has_room()
   void publish(const std::byte* data, std::size_t bytes, const SlotHeader& header) noexcept {

@@ -77,6 +77,7 @@ Engine::~Engine() {
 
 Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
   std::unique_lock lock(background_->mutex);
+  if (background_->stopping) return {.status = Abort::requested, .subject = rank_};
   if (background_->busy || !background_->queue.empty()) {
     // Calls run in the order in which they were made: queue up behind the others.
     lock.unlock();
@@ -91,7 +92,7 @@ Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
   const Receipt receipt = execute(call, interrupted);
   lock.lock();
   background_->busy = false;
-  const bool others_wait = !background_->queue.empty();
+  const bool others_wait = background_->stopping || !background_->queue.empty();
   lock.unlock();
   if (others_wait) background_->changed.notify_all();
   return receipt;
@@ -105,8 +106,9 @@ std::shared_ptr<Work> Engine::submit(const Call& call) {
       work->finish({.status = Abort::requested, .subject = rank_});
       return work;
     }
-    background_->queue.push_back({call, work});
+    // First what may fail: a call that was refused must not stay queued.
     if (!background_->thread.joinable()) background_->thread = std::thread(&Engine::serve, this);
+    background_->queue.push_back({call, work});
   }
   background_->changed.notify_all();
   return work;
@@ -187,7 +189,7 @@ Reader& Engine::reader(std::uint32_t channel) {
 Receipt Engine::execute(const Call& call, const Interrupted& interrupted) {
   try {
     return run_plan(call, interrupted);
-  } catch (const std::bad_alloc&) {
+  } catch (...) {  // nothing here throws but for want of memory
     abort(Abort::out_of_memory, rank_);
     Receipt receipt;
     std::tie(receipt.status, receipt.subject) = aborted();
@@ -365,6 +367,7 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
           futex_wait(self.doorbell, bell, std::min<std::chrono::nanoseconds>(kSlice, left));
         } else {
           abort(Abort::timeout, rank_);
+          std::tie(receipt.status, receipt.subject) = aborted();
         }
       }
     }
@@ -390,10 +393,12 @@ void Engine::check_peers(const Call& call) {
     const Plan::Operation& operation = call.plan->operations()[index];
     if (!is_ready(operation, done_[index], *call.plan)) continue;
     if (operation.publishes) {
-      Writer& end = writer(operation.channel);
-      if (end.has_room()) continue;
-      const std::uint32_t peer = end.slowest_reader();
-      if (is_gone(peer) && !end.has_room()) abort(Abort::peer_lost, peer);
+      const Writer& end = writer(operation.channel);
+      for (const std::uint32_t peer : end.readers()) {
+        if (end.waits_for(peer) && is_gone(peer) && end.waits_for(peer)) {
+          abort(Abort::peer_lost, peer);
+        }
+      }
       continue;
     }
     for (const Plan::Operand& operand : operation.operands) {

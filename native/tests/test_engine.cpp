@@ -262,6 +262,26 @@ void test_close_with_work() {
   testing::check(late->is_done(), "nothing starts after close");
 }
 
+// The engine's thread sleeps while a synchronous call runs; closing must wake it all the same.
+void test_close_during_a_call() {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  Engine engine(arena, 0, {}, 5);
+  std::vector<std::int32_t> one(1);
+  const auto alone = bind_plan(ring_all_reduce(0, 1), {1}, 0, arena->geometry());
+  engine.submit(make_call(alone, one))->wait_for(std::chrono::minutes(1));
+  const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
+  std::vector<std::int32_t> buffer(20);
+  std::atomic<int> status{-1};
+  std::thread caller(
+      [&] { status = static_cast<int>(engine.run(make_call(plan, buffer), {}).status); });
+  while (arena->rank(0).call.sequence.load() < 2) std::this_thread::yield();
+  engine.close();
+  caller.join();
+  testing::check_equal(status.load(), static_cast<int>(Abort::requested));
+  const Receipt late = engine.run(make_call(alone, one), {});
+  testing::check_equal(static_cast<int>(late.status), static_cast<int>(Abort::requested));
+}
+
 void test_plan_refuses() {
   const auto refuses = [](const Program& program, const std::vector<std::int64_t>& counts) {
     try {
@@ -310,5 +330,6 @@ int main() {
   test_absence(Abort::requested);
   test_interruption();
   test_close_with_work();
+  test_close_during_a_call();
   return testing::report();
 }

@@ -48,11 +48,13 @@ class Promise:
             rank.
         after: (rank, chunk) -> (chunk id, contributing ranks): what that slot must hold at the end.
         duplicates_allowed: True for barrier alone, where hearing of a rank twice does no harm.
+        read_only: ranks whose buffer is never written: the root of a broadcast holds the result from the start.
     """
 
     before: dict[tuple[int, int], int]
     after: dict[tuple[int, int], tuple[int, tuple[int, ...]]]
     duplicates_allowed: bool = False
+    read_only: frozenset[int] = frozenset()
 
 
 def is_parted(collective: str) -> bool:
@@ -148,6 +150,7 @@ def _broadcast(schedule: Schedule) -> Promise:
     return Promise(
         {(schedule.root, c): c for c in range(schedule.num_chunks)},
         {slot: (slot[1], (schedule.root,)) for slot in _everywhere(schedule)},
+        read_only=frozenset({schedule.root}),
     )
 
 

@@ -339,6 +339,11 @@ class Communicator:
             output_counts = rows
         width = _row_width(source.shape)
         output_rows = self._checked_counts(output_counts, "output_counts")
+        if output_rows[self.rank] != rows[self.rank]:
+            raise ArgumentError(
+                f"rank {self.rank} sends itself {rows[self.rank]} rows by counts, but expects {output_rows[self.rank]} "
+                f"by output_counts; counts[{self.rank}] and output_counts[{self.rank}] must be equal there"
+            )
         arriving = tuple(count * width for count in output_rows)
         if out is None:
             out = empty_like(tensor, (sum(output_rows), *source.shape[1:]))
@@ -434,6 +439,8 @@ class Communicator:
         """
         if color is not None and not _is_whole(color, 0):
             raise ArgumentError(f"color is {color!r}; it must be a whole number >= 0, or None to join no group")
+        if timeout_s is not None:
+            require_timeout("timeout_s", timeout_s)
         if not _is_whole(key):
             raise ArgumentError(f"key is {key!r}; it must be a whole number")
         mine = np.array([-1 if color is None else color, key], dtype=np.int64)

@@ -149,7 +149,7 @@ class _Builder:
         self.values = interpretation.values
         self.promise: Promise = interpretation.promise
         self.operations: list[Operation] = []
-        self.written: set[int] = set()
+        self.places: dict[int, Place] = {}  # of the slots that were written: where what they hold is
         self.work_slots: dict[int, int] = {}
         self.touched: dict[tuple[Region, int], _Places] = {}
 
@@ -163,16 +163,18 @@ class _Builder:
         for index in assignment.transfers:
             _, src, slot, dst, _, _ = rows[index]
             operands.append(Local(self._current(slot)) if src == dst else Remote(src, (src, slot) in shared))
-        self._append_combine(self._home(assignment.slot), assignment.value, operands, completes=assignment.completes)
-        self.written.add(assignment.slot)
+        place = self._home(assignment.slot, self.values.chunk[assignment.value])
+        self._append_combine(place, assignment.value, operands, completes=assignment.completes)
+        self.places[assignment.slot] = place
 
     def finish(self) -> Program:
         """Copy what is promised but was never written, and hand out the program."""
         for slot in range(self.schedule.num_chunks):
-            if (self.rank, slot) in self.promise.after and slot not in self.written:
-                value = self.values.leaf(self.promise.before[self.rank, slot], self.rank)
+            if self._has_output(slot) and slot not in self.places:
+                chunk = self.promise.before[self.rank, slot]
                 operands: list[Remote | Local] = [Local(self._current(slot))]
-                self._append_combine(self._home(slot), value, operands, completes=False)
+                value = self.values.leaf(chunk, self.rank)
+                self._append_combine(self._home(slot, chunk), value, operands, completes=False)
         return Program(
             rank=self.rank,
             world_size=self.schedule.world_size,
@@ -191,14 +193,18 @@ class _Builder:
         after.discard(index)
         self.operations.append(Combine(place, self._size(value), tuple(operands), tuple(sorted(after)), completes))
 
-    def _home(self, slot: int) -> Place:
-        """Where what arrives in ``slot`` is kept."""
-        if (self.rank, slot) in self.promise.after:
+    def _has_output(self, slot: int) -> bool:
+        return (self.rank, slot) in self.promise.after and self.rank not in self.promise.read_only
+
+    def _home(self, slot: int, chunk: int) -> Place:
+        """Where ``chunk`` is kept when it arrives in ``slot``: in the output only if it belongs there, as each slot of
+        the output has room for its own chunk and no other."""
+        if self._has_output(slot) and self.promise.after[self.rank, slot][0] == chunk:
             return Place(Region.OUTPUT, slot)
         return Place(Region.WORK, self.work_slots.setdefault(slot, len(self.work_slots)))
 
     def _current(self, slot: int) -> Place:
-        return self._home(slot) if slot in self.written else Place(Region.INPUT, slot)
+        return self.places.get(slot, Place(Region.INPUT, slot))
 
     def _touch(self, place: Place) -> _Places:
         # Slot s of input and output may be one and the same memory.

@@ -2,10 +2,16 @@
 
 The programs of all ranks are run on values (see `farandole.verifier`), each operation cut into segments, through
 channels that hold only a few segments. One run proves every interleaving. An operation that could go on stays able to
-go on
-until it does: nothing that another rank does takes room or data away from it. In such a system every run that goes
-as far as it can takes the same actions (it is a marked graph, and those are confluent). So if this run ends, no run
-deadlocks; if it stops early, every run does.
+go on until it does: nothing that another rank does takes room or data away from it. In such a system every run that
+goes as far as it can takes the same actions (it is a marked graph, and those are confluent). So if this run ends, no
+run deadlocks; if it stops early, every run does.
+
+That is for chunks of a few segments. Chunks of any number of segments, each its own, are the matter of a second
+argument. Let an operation *need* another if some segment of it waits for some segment of the other: a publication needs
+the combinations that make room, a combination the publications that it takes, and each what it runs after or comes next
+to on a channel. Operations that need one another in a circle must go on side by side, segment by segment. They can,
+unless one of them waits for the *end* of another of the circle: then, for chunks long enough to fill the channels,
+none of them ever ends. So no circle may hold such a wait; that is checked, and is enough for all sizes and rooms.
 
 Contents are the same in every run as well, if any two operations of a rank that touch one place, one of them writing
 it, are ordered. That is checked operation by operation.
@@ -13,9 +19,11 @@ it, are ordered. That is checked operation by operation.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from farandole.collectives import Promise
 from farandole.errors import VerificationError
@@ -48,6 +56,7 @@ def verify_programs(
     run = _Run(programs, interpretation.promise, channel_segments)
     run.execute()
     run.require_finished()
+    _require_no_circle(programs, run)
     run.require_promise_kept(interpretation)
 
 
@@ -66,8 +75,7 @@ def _require_ordered(program: Program) -> None:
                 if other not in operation.after and not _waits_for(program, index, other):
                     raise VerificationError(
                         f"rank {program.rank}: operation {index} ({_describe(operation)}) may run before operation "
-                        f"{other} "
-                        f"({_describe(program.operations[other])}), and both touch the same place",
+                        f"{other} ({_describe(program.operations[other])}), and both touch the same place",
                         rank=program.rank,
                         chunk=operation.place.slot,
                     )
@@ -89,6 +97,81 @@ def _waits_for(program: Program, index: int, other: int) -> bool:
                 seen.add(earlier)
                 stack.append(earlier)
     return False
+
+
+def _require_no_circle(programs: Sequence[Program], run: _Run) -> None:
+    """No operation may wait for the end of one that needs it in turn: see the top of this file."""
+    first = [0, *accumulate(len(program.operations) for program in programs)]
+    needs: list[list[int]] = [[] for _ in range(first[-1])]
+    awaits_end: list[tuple[int, int]] = []
+    for program in programs:
+        for index, operation in enumerate(program.operations):
+            me = first[program.rank] + index
+            for earlier in operation.after:
+                needs[me].append(first[program.rank] + earlier)
+                other = program.operations[earlier].size
+                if program.size_classes[other] != program.size_classes[operation.size]:
+                    awaits_end.append((me, needs[me][-1]))
+    for (src, _), queue in run.queues.items():
+        writers = [first[src] + index for index in queue.writers]
+        takers = [[first[rank] + index for index in operations] for rank, operations in queue.takers.items()]
+        for line in (writers, *takers):
+            for earlier, later in pairwise(line):
+                needs[later].append(earlier)
+                awaits_end.append((later, earlier))
+        for line in takers:
+            for writer, taker in zip(writers, line, strict=True):
+                needs[writer].append(taker)
+                needs[taker].append(writer)
+    circle = _strong_components(needs)
+    for waiting, awaited in awaits_end:
+        if circle[waiting] == circle[awaited]:
+            rank = bisect_right(first, waiting) - 1
+            index, other = waiting - first[rank], awaited - first[rank]
+            operations = programs[rank].operations
+            raise VerificationError(
+                f"deadlock once chunks are long enough to fill their channels: rank {rank} waits, in operation {index} "
+                f"({_describe(operations[index])}), for the end of its operation {other} "
+                f"({_describe(operations[other])}), which needs the first to go on; put what is sent between them into "
+                f"another step or slot",
+                rank=rank,
+                chunk=operations[index].place.slot,
+            )
+
+
+def _strong_components(edges: list[list[int]]) -> list[int]:
+    """Per node, a number that it shares with exactly those that it reaches and that reach it (Tarjan 1972)."""
+    order = [-1] * len(edges)
+    lowest = [0] * len(edges)
+    component = [-1] * len(edges)
+    open_nodes: list[int] = []
+    visited = found = 0
+    for root in range(len(edges)):
+        path = [(root, 0)] if order[root] < 0 else []
+        while path:
+            node, seen = path.pop()
+            if seen == 0:
+                order[node] = lowest[node] = visited
+                visited += 1
+                open_nodes.append(node)
+            descends = False
+            for position in range(seen, len(edges[node])):
+                child = edges[node][position]
+                if order[child] < 0:
+                    path += [(node, position + 1), (child, 0)]
+                    descends = True
+                    break
+                if component[child] < 0:
+                    lowest[node] = min(lowest[node], order[child])
+            if descends:
+                continue
+            if lowest[node] == order[node]:
+                while component[node] < 0:
+                    component[open_nodes.pop()] = found
+                found += 1
+            if path:
+                lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[node])
+    return component
 
 
 def _reads(operation: Operation) -> list[Place]:
@@ -299,6 +382,8 @@ class _Run:
         promise = interpretation.promise
         masks = {who: sum(1 << rank for rank in who) for who in {who for _, who in promise.after.values()}}
         for (rank, slot), (chunk, contributors) in promise.after.items():
+            if rank in promise.read_only:
+                continue
             expected = masks[contributors]
             for value in self.contents[rank].get(Place(Region.OUTPUT, slot), [NOTHING]):
                 doubled = value != NOTHING and self.values.doubled[value] and not promise.duplicates_allowed

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import farandole._native as _native
 from farandole.errors import RendezvousError
@@ -62,23 +63,26 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
     if not 0 <= rank < world_size:
         raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
     secret = environment.get("FARANDOLE_SECRET", "").encode()
+    serves = False
     if "FARANDOLE_RENDEZVOUS" in environment:
-        meeting_host, _, meeting_port = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
-        store = (meeting_host, _port(meeting_port, "FARANDOLE_RENDEZVOUS"))
-        return Identity(rank, world_size, store, False, secret)
-    if "MASTER_ADDR" not in environment:
+        host, _, text = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
+        port = _port(text, "FARANDOLE_RENDEZVOUS")
+    elif "MASTER_ADDR" in environment:
+        host = environment["MASTER_ADDR"]
+        port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
+        serves = rank == 0
+    else:
         raise RendezvousError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR "
-            "and MASTER_PORT"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR and "
+            "MASTER_PORT"
         )
-    host = environment["MASTER_ADDR"].strip("[]")
-    port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
+    host = host.strip("[]")
     if not secret and not _is_loopback(host):
         raise RendezvousError(
-            f"MASTER_ADDR is {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same "
+            f"the ranks meet at {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same "
             f"long random text on all ranks"
         )
-    return Identity(rank, world_size, (host, port), rank == 0, secret)
+    return Identity(rank, world_size, (host, port), serves, secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,18 @@ class Membership:
 
     def open_process_descriptors(self) -> list[int]:
         """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended."""
-        return [-1 if process == os.getpid() else _open_process(process) for process in self.processes]
+        descriptors: list[int] = []
+        try:
+            for process in self.processes:
+                descriptors.append(-1 if process == os.getpid() else _open_process(process))
+        except OSError as error:
+            for descriptor in descriptors:
+                if descriptor >= 0:
+                    os.close(descriptor)
+            raise RendezvousError(
+                f"cannot watch the processes of {self.world_size} ranks: {error}; raise the limit with ulimit -n"
+            ) from error
+        return descriptors
 
     def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
@@ -233,13 +248,18 @@ def _geometry(world_size: int) -> tuple[int, int]:
 
 
 def _map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
+    """The arena that ``process`` offers, if it is one, is this user's, and has no name that others could open."""
     try:
+        process, descriptor = int(process), int(descriptor)
         own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise RendezvousError(
             f"cannot open the shared memory of process {process}: {error}; all ranks must run on one host, as one user"
         ) from error
     try:
+        is_ours = os.fstat(own).st_uid == os.geteuid()
+        if not is_ours or not str(Path(f"/proc/self/fd/{own}").readlink()).startswith("/memfd:farandole"):
+            raise RuntimeError(f"process {process} offers a file that is not the shared memory of this user's job")
         arena = _native.Arena.map(own)
     except RuntimeError as error:
         os.close(own)

@@ -56,6 +56,7 @@ class Runner:
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
         self._lock = threading.Lock()  # guards what follows, and the stats
         self._in_flight: deque[Work] = deque()
+        self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
         self._process = os.getpid()
         _open.add(self)
@@ -115,9 +116,20 @@ class Runner:
             receipt = self._engine.run(*arguments)
             self._settle_finished_work()
             return finish(receipt)
-        work = Work(self._engine.submit(*arguments), finish, f"{signature.collective} on rank {self._rank}")
-        with self._lock:
-            self._in_flight.append(work)
+        work = Work(finish, f"{signature.collective} on rank {self._rank}")
+        try:
+            with self._lock:
+                self._in_flight.append(work)
+            work.attach(self._engine.submit(*arguments))
+        except Exception:
+            with self._lock:  # the engine has not taken the call
+                self._in_flight.remove(work)
+            raise
+        except BaseException:  # Ctrl-C, perhaps after the engine took it: keep the buffers for as long as the engine
+            with self._lock:
+                self._in_flight.remove(work)
+                self._orphans.append(work)
+            raise
         self._settle_finished_work()
         return work
 
@@ -197,7 +209,7 @@ class Runner:
         """Deliver and count background calls that have ended, so that nobody need wait for them; forget them."""
         while self._in_flight:
             with self._lock:
-                if not self._in_flight or not self._in_flight[0].is_done():
+                if not self._in_flight or not self._in_flight[0].has_ended():
                     return
                 work = self._in_flight.popleft()
             work.settle()
@@ -206,7 +218,7 @@ class Runner:
         limit = time.monotonic() + _CLOSE_GRACE_S
         unfinished = 0
         for work in list(self._in_flight):
-            unfinished += not work.is_done_within(max(0.0, limit - time.monotonic()))
+            unfinished += not work.ends_within(max(0.0, limit - time.monotonic()))
         self._settle_finished_work()
         if unfinished:
             warnings.warn(

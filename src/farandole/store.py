@@ -12,7 +12,8 @@ import json
 import socket
 import threading
 import time
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from farandole.errors import RendezvousError
@@ -87,19 +88,13 @@ class StoreServer:
                 return  # the client is done, or gone
 
     def _is_trusted(self, connection: Connection) -> bool:
-        # A stranger may connect and say nothing: its silence must not last for ever.
-        watchdog = threading.Timer(_HANDSHAKE_S, _shut_down, (connection,))
-        watchdog.daemon = True
-        watchdog.start()
         try:
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
+            with _limited(connection, _HANDSHAKE_S):
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
         except Exception:  # whatever a stranger's bytes lead to
             return False
-        else:
-            return True
-        finally:
-            watchdog.cancel()
+        return True
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         key = str(request["key"])
@@ -147,9 +142,13 @@ class StoreClient:
         with self._lock:
             try:
                 self._connection.send_bytes(json.dumps(request).encode())
+                if not self._connection.poll(float(request.get("timeout_s", 0)) + _HANDSHAKE_S):
+                    raise OSError("it gives no answer")
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
             except (EOFError, OSError) as error:
-                raise RendezvousError("the process that served the rendezvous of this job has ended") from error
+                raise RendezvousError(
+                    f"the process that served the rendezvous of this job has ended, or is stopped ({str(error) or 'closed'})"
+                ) from error
         return answer
 
 
@@ -159,7 +158,14 @@ def _connect(address: Address, secret: bytes, timeout_s: float) -> Connection:
     limit = time.monotonic() + timeout_s
     while True:
         try:
-            return Client(address, authkey=secret)
+            connection = _open(address, limit)
+            with contextlib.ExitStack() as stack:
+                stack.callback(connection.close)
+                with _limited(connection, limit - time.monotonic()):
+                    answer_challenge(connection, secret)
+                    deliver_challenge(connection, secret)
+                stack.pop_all()
+            return connection
         except AuthenticationError as error:
             raise RendezvousError(
                 f"the process at {address[0]}:{address[1]} has another secret: it belongs to another job, or "
@@ -171,9 +177,28 @@ def _connect(address: Address, secret: bytes, timeout_s: float) -> Connection:
             if time.monotonic() > limit:
                 raise RendezvousError(
                     f"nobody answers at {address[0]}:{address[1]} after {timeout_s:g} s "
-                    f"({error or 'connection closed'}); is rank 0 running?"
+                    f"({str(error) or 'it closes the connection'}); is rank 0 running?"
                 ) from error
             time.sleep(_RETRY_S)
+
+
+def _open(address: Address, limit: float) -> Connection:
+    """Connect until `time.monotonic` says ``limit``; `multiprocessing.connection.Client` has no limit of its own."""
+    with socket.create_connection(address, timeout=max(_RETRY_S, limit - time.monotonic())) as stream:
+        stream.settimeout(None)
+        return Connection(stream.detach())
+
+
+@contextlib.contextmanager
+def _limited(connection: Connection, seconds: float) -> Iterator[None]:
+    """Whoever is at the other end may say nothing: its silence must not last for longer than ``seconds``."""
+    watchdog = threading.Timer(max(_RETRY_S, seconds), _shut_down, (connection,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 def _shut_down(connection: Connection) -> None:

@@ -43,8 +43,8 @@ class Work:
     not be kept; the call goes on, and keeps its buffers, without it.
     """
 
-    def __init__(self, native: _native.Work, finish: Callable[[Receipt], Any], describe: str) -> None:
-        self._native = native
+    def __init__(self, finish: Callable[[Receipt], Any], describe: str) -> None:
+        self._native: _native.Work | None = None
         self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
         self._result: Any = None
@@ -52,13 +52,25 @@ class Work:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def is_done(self) -> bool:
-        """Whether the call has ended, well or not. Does not block."""
-        return self._native.is_done()
+    def attach(self, native: _native.Work) -> None:
+        """Say which call of the engine this is the handle of. The runner keeps the handle, and with it the buffers,
+        from before the engine knows of the call: an interruption in between must not free them."""
+        self._native = native
 
-    def is_done_within(self, timeout_s: float) -> bool:
-        """Whether the call has ended, well or not, after waiting for up to ``timeout_s`` seconds."""
-        return self._native.wait(timeout_s)
+    def has_ended(self) -> bool:
+        """Whether the engine is through with the call; its result may not be delivered yet."""
+        return self._native is not None and self._native.is_done()
+
+    def is_done(self) -> bool:
+        """Whether the call has ended, well or not, and its result is delivered. Does not block."""
+        if self.has_ended():
+            self.settle()
+            return True
+        return False
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the engine is through with the call after up to ``timeout_s`` seconds."""
+        return self._native is not None and self._native.wait(timeout_s)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the call to end.
@@ -75,12 +87,12 @@ class Work:
             CollectiveTimeoutError: not done within ``timeout``.
             CommunicationError: what the call itself raised; the same at every wait.
         """
-        if self._process != os.getpid() and not self.is_done():
+        if self._process != os.getpid() and not self.has_ended():
             raise CommunicatorClosedError(
                 f"{self._describe} goes on in process {self._process}, not in this one, its child"
             )
         timeout = math.inf if timeout is None else require_timeout("timeout", timeout)
-        if not self.is_done_within(timeout):
+        if not self.ends_within(timeout):
             raise CollectiveTimeoutError(
                 f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again"
             )
@@ -92,7 +104,7 @@ class Work:
     def settle(self) -> None:
         """Deliver the result of a call that has ended, and let go of its buffers; what it raised is kept for `wait`."""
         with self._lock:
-            if self._finish is None:
+            if self._finish is None or self._native is None:
                 return
             finish, self._finish = self._finish, None
             try:
@@ -101,4 +113,4 @@ class Work:
                 self._error = error
 
     def __repr__(self) -> str:
-        return f"<Work {self._describe}, {'done' if self.is_done() else 'going on'}>"
+        return f"<Work {self._describe}, {'done' if self.has_ended() else 'going on'}>"
