@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import farandole
+from farandole import rendezvous
 from farandole.local_world import LocalWorld
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
@@ -39,18 +42,34 @@ def nothing_left_behind():
     assert _shared_memory() <= shared, "a test left shared memory behind"
 
 
+class KeptWorlds:
+    """World size -> a local world that is kept for the next test; for tests that do not break it."""
+
+    def __init__(self, geometry=rendezvous._geometry) -> None:
+        self.made: dict[int, LocalWorld] = {}
+        self.geometry = geometry
+
+    def __call__(self, world_size: int) -> LocalWorld:
+        if world_size in self.made and self.made[world_size][0].aborted:
+            self.made.pop(world_size).close()  # another test failed on it
+        if world_size not in self.made:
+            with mock.patch.object(rendezvous, "_geometry", self.geometry):
+                self.made[world_size] = farandole.local(world_size, timeout_s=60)
+        return self.made[world_size]
+
+    def close(self) -> None:
+        for world in self.made.values():
+            world.close()
+
+
 @pytest.fixture(scope="session")
 def worlds():
-    """World size -> a local world that lives as long as the tests; for tests that do not break it."""
-    made: dict[int, LocalWorld] = {}
+    with contextlib.closing(KeptWorlds()) as kept:
+        yield kept
 
-    def get(world_size: int) -> LocalWorld:
-        if world_size in made and made[world_size][0].aborted:
-            made.pop(world_size).close()  # another test failed on it
-        if world_size not in made:
-            made[world_size] = farandole.local(world_size, timeout_s=60)
-        return made[world_size]
 
-    yield get
-    for world in made.values():
-        world.close()
+@pytest.fixture(scope="session")
+def tight_worlds():
+    """As `worlds`, with channels of two slots of a cache line: whatever is not tiny fills them many times over."""
+    with contextlib.closing(KeptWorlds(lambda world_size: (2, 64))) as kept:
+        yield kept

@@ -94,7 +94,8 @@ std::shared_ptr<Arena> Arena::map(int descriptor) {
   }
   const auto memory = map_whole(descriptor, static_cast<std::size_t>(status.st_size));
   const auto* header = reinterpret_cast<const ArenaHeader*>(memory.data());
-  if (header->magic != kMagic || total_bytes(header->geometry) != memory.size()) {
+  if (header->magic != kMagic || header->geometry.world_size == 0 ||
+      header->geometry.num_slots == 0 || total_bytes(header->geometry) != memory.size()) {
     munmap(memory.data(), memory.size());
     throw std::runtime_error(
         "this shared memory does not belong to a communicator of this version");

@@ -22,8 +22,8 @@
 // For `sleeping` and `doorbell` see RankState. published, taken and sleeping are used with seq_cst,
 // which contains release and acquire, as going to sleep needs more than those: a sleeper stores
 // `sleeping` and then loads the counter; its peer stores the counter and then loads `sleeping`.
-// Only a single order of all four lets at least one of the two see the other's store, so that no
-// wake-up is lost.
+// Were each pair only release and acquire, both loads could miss the other's store. All four are in
+// one order, so at least one of the two sees the other's store, and no wake-up is lost.
 #pragma once
 
 #include <atomic>
@@ -57,10 +57,12 @@ enum class Abort : std::uint32_t {
 // What a rank is in, for the errors and the status display of other ranks. Written by its rank
 // alone, relaxed: it is a snapshot. Only `agreement` decides anything.
 struct CallRecord {
-  std::atomic<std::uint64_t> sequence{0};  // calls begun
-  std::atomic<std::uint64_t> finished{0};  // calls ended
-  std::atomic<std::uint64_t> what{0};   // collective, dtype, op and root, packed by whoever calls
-  std::atomic<std::uint64_t> count{0};  // elements of the call
+  std::atomic<std::uint64_t> sequence{0};   // calls begun
+  std::atomic<std::uint64_t> finished{0};   // calls ended
+  std::atomic<std::uint64_t> what{0};       // see farandole/call_records.py
+  std::atomic<std::uint64_t> count{0};      // elements of the call
+  std::atomic<std::int64_t> tag{0};         // of a send
+  std::atomic<std::int64_t> timeout_ns{0};  // of the call; 0 if it has none
   // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by
   // number that differ here made different calls, even if they never meet on a channel. One word,
   // so that the two belong together; relaxed.

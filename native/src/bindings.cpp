@@ -1,6 +1,5 @@
-// The engine as a Python module. Buffers are passed as addresses: whose memory it is, that it is
-// long enough and that it stays alive is checked and kept by farandole/communicator.py, the only
-// user of this module.
+// The engine as a Python module. Buffers are passed as addresses: that they are long enough is
+// checked by farandole/communicator.py, that they stay alive is seen to by farandole/runner.py.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -25,6 +24,7 @@ namespace {
 
 using Ints32 = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints64 = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Slots = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
 template <int Columns>
 using Rows32 =
     nb::ndarray<const std::int32_t, nb::shape<-1, Columns>, nb::c_contig, nb::device::cpu>;
@@ -42,9 +42,8 @@ std::span<const Row> as_rows(const Array& array) {
 
 std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32 operand_ends,
                                 Ints32 after, Ints32 after_ends, Ints64 size_bytes,
-                                Ints64 input_offset, Ints64 output_offset,
-                                std::int64_t num_work_slots, Ints32 size_classes,
-                                std::uint32_t rank, std::uint32_t world_size,
+                                Slots input_slots, Slots output_slots, std::int64_t num_work_slots,
+                                Ints32 size_classes, std::uint32_t rank, std::uint32_t world_size,
                                 std::size_t max_segment_bytes, std::size_t element_bytes) {
   const ProgramColumns program{as_rows<ProgramColumns::Operation>(operations),
                                as_rows<ProgramColumns::Operand>(operands),
@@ -52,15 +51,15 @@ std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32
                                as_span(after),
                                as_span(after_ends),
                                as_span(size_classes)};
-  const Layout layout{as_span(size_bytes), as_span(input_offset), as_span(output_offset),
-                      num_work_slots};
+  const Layout layout{as_span(size_bytes), as_rows<Layout::Slot>(input_slots),
+                      as_rows<Layout::Slot>(output_slots), num_work_slots};
   return std::make_shared<Plan>(program, layout, rank, world_size, max_segment_bytes,
                                 element_bytes);
 }
 
 Call make_call(std::shared_ptr<const Plan> plan, std::uintptr_t input, std::uintptr_t output,
                int dtype, int op, std::uint32_t divisor, std::uint64_t fingerprint, bool sequenced,
-               std::uint64_t what, std::uint64_t count, double timeout_s) {
+               std::uint64_t what, std::uint64_t count, std::int64_t tag, double timeout_s) {
   Call call;
   call.plan = std::move(plan);
   call.input = reinterpret_cast<const std::byte*>(input);
@@ -77,6 +76,7 @@ Call make_call(std::shared_ptr<const Plan> plan, std::uintptr_t input, std::uint
   call.sequenced = sequenced;
   call.what = what;
   call.count = count;
+  call.tag = tag;
   if (std::isfinite(timeout_s)) {
     call.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
   }
@@ -124,17 +124,21 @@ bool wait_for_work(Work& work, double timeout_s) {
   return true;
 }
 
-using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, bool>;
+using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                             std::int64_t, double, bool>;
 
 std::vector<CallTuple> calls_of(const Engine& engine) {
   std::vector<CallTuple> calls;
   const Arena& arena = engine.arena();
   for (std::uint32_t rank = 0; rank < arena.geometry().world_size; ++rank) {
     const RankState& state = arena.rank(rank);
+    const auto timeout_ns = state.call.timeout_ns.load(std::memory_order_relaxed);
     calls.emplace_back(state.call.sequence.load(std::memory_order_relaxed),
                        state.call.finished.load(std::memory_order_relaxed),
                        state.call.what.load(std::memory_order_relaxed),
                        state.call.count.load(std::memory_order_relaxed),
+                       state.call.tag.load(std::memory_order_relaxed),
+                       timeout_ns > 0 ? static_cast<double>(timeout_ns) * 1e-9 : HUGE_VAL,
                        state.closed.load(std::memory_order_acquire) != 0);
   }
   return calls;
@@ -162,7 +166,7 @@ NB_MODULE(_native, module) {
 
   nb::class_<Plan>(module, "Plan")
       .def(nb::new_(&make_plan), "operations"_a, "operands"_a, "operand_ends"_a, "after"_a,
-           "after_ends"_a, "size_bytes"_a, "input_offset"_a, "output_offset"_a, "num_work_slots"_a,
+           "after_ends"_a, "size_bytes"_a, "input_slots"_a, "output_slots"_a, "num_work_slots"_a,
            "size_classes"_a, "rank"_a, "world_size"_a, "max_segment_bytes"_a, "element_bytes"_a);
 
   nb::class_<Work>(module, "Work")
@@ -178,23 +182,23 @@ NB_MODULE(_native, module) {
           [](Engine& engine, std::shared_ptr<Plan> plan, std::uintptr_t input,
              std::uintptr_t output, int dtype, int op, std::uint32_t divisor,
              std::uint64_t fingerprint, bool sequenced, std::uint64_t what, std::uint64_t count,
-             double timeout_s) {
+             std::int64_t tag, double timeout_s) {
             return run(engine, make_call(std::move(plan), input, output, dtype, op, divisor,
-                                         fingerprint, sequenced, what, count, timeout_s));
+                                         fingerprint, sequenced, what, count, tag, timeout_s));
           },
           "plan"_a, "input"_a, "output"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-          "sequenced"_a, "what"_a, "count"_a, "timeout_s"_a)
+          "sequenced"_a, "what"_a, "count"_a, "tag"_a, "timeout_s"_a)
       .def(
           "submit",
           [](Engine& engine, std::shared_ptr<Plan> plan, std::uintptr_t input,
              std::uintptr_t output, int dtype, int op, std::uint32_t divisor,
              std::uint64_t fingerprint, bool sequenced, std::uint64_t what, std::uint64_t count,
-             double timeout_s) {
+             std::int64_t tag, double timeout_s) {
             return engine.submit(make_call(std::move(plan), input, output, dtype, op, divisor,
-                                           fingerprint, sequenced, what, count, timeout_s));
+                                           fingerprint, sequenced, what, count, tag, timeout_s));
           },
           "plan"_a, "input"_a, "output"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-          "sequenced"_a, "what"_a, "count"_a, "timeout_s"_a)
+          "sequenced"_a, "what"_a, "count"_a, "tag"_a, "timeout_s"_a)
       .def(
           "abort",
           [](Engine& engine, int reason, std::uint32_t subject) {

@@ -156,6 +156,11 @@ void Engine::close() noexcept {
   if (unfinished) abort(Abort::requested, rank_);
   background_->changed.notify_all();
   if (background_->thread.joinable()) background_->thread.join();
+  {
+    std::unique_lock lock(background_->mutex);
+    background_->changed.wait(lock, [this] { return !background_->busy; });
+  }
+  check_agreement();
   arena_->rank(rank_).closed.store(1, std::memory_order_release);
   ring_all();
 }
@@ -208,6 +213,8 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   CallRecord& record = arena_->rank(rank_).call;
   record.what.store(call.what, std::memory_order_relaxed);
   record.count.store(call.count, std::memory_order_relaxed);
+  record.tag.store(call.tag, std::memory_order_relaxed);
+  record.timeout_ns.store(call.timeout ? call.timeout->count() : 0, std::memory_order_relaxed);
   if (call.sequenced) {
     ++sequence_;
     history_ = call_fingerprint_ = mix(call.fingerprint, history_);
@@ -380,15 +387,20 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
 }
 
 std::uint64_t Engine::agreement() const noexcept {
-  return sequence_ << 32 | (call_fingerprint_ & 0xffffffff);
+  return sequence_ << 32 | (history_ & 0xffffffff);
+}
+
+// Aborts if a rank has made another call under the same number.
+void Engine::check_agreement() noexcept {
+  for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
+    const std::uint64_t theirs = arena_->rank(peer).call.agreement.load(std::memory_order_relaxed);
+    if (theirs >> 32 == agreement() >> 32 && theirs != agreement()) abort(Abort::mismatch, peer);
+  }
 }
 
 // Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
-  for (std::uint32_t peer = 0; call.sequenced && peer < world_size_; ++peer) {
-    const std::uint64_t theirs = arena_->rank(peer).call.agreement.load(std::memory_order_relaxed);
-    if (theirs >> 32 == agreement() >> 32 && theirs != agreement()) abort(Abort::mismatch, peer);
-  }
+  if (call.sequenced) check_agreement();
   for (const std::uint32_t index : active_) {
     const Plan::Operation& operation = call.plan->operations()[index];
     if (!is_ready(operation, done_[index], *call.plan)) continue;

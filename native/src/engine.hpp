@@ -32,9 +32,10 @@ struct Call {
   CombineFunction combine = nullptr;  // null where nothing is reduced
   std::uint32_t divisor = 1;          // of completed sums
   std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
-  bool sequenced = true;    // false for send and receive, which not all ranks take part in
-  std::uint64_t what = 0;   // see CallRecord
-  std::uint64_t count = 0;  // see CallRecord
+  bool sequenced = true;   // false for send and receive, which not all ranks take part in
+  std::uint64_t what = 0;  // this, count and tag: see CallRecord
+  std::uint64_t count = 0;
+  std::int64_t tag = 0;
   std::optional<std::chrono::nanoseconds> timeout;
 };
 
@@ -93,6 +94,7 @@ class Engine {
   // Abort::none while the communicator is in order; with the rank it is about.
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
+  // Aborts with a mismatch if another rank is known to have made another call last.
   void close() noexcept;
 
  private:
@@ -115,6 +117,7 @@ class Engine {
   std::byte* at(const Plan::Place& place, const Call& call) const noexcept;
   void wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
             std::chrono::steady_clock::time_point deadline);
+  void check_agreement() noexcept;
   void check_peers(const Call& call);
   std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;

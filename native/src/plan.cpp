@@ -4,6 +4,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace farandole {
 namespace {
@@ -18,6 +19,16 @@ T at(std::span<const T> values, std::int32_t index, const char* what) {
                                 std::to_string(values.size()));
   }
   return values[static_cast<std::size_t>(index)];
+}
+
+// Where the part of operation `index` ends in a column that holds all operations' parts.
+std::size_t end_of(std::span<const std::int32_t> ends, std::size_t index, std::size_t begin,
+                   std::size_t size) {
+  if (index >= ends.size() || std::cmp_less(ends[index], begin) ||
+      std::cmp_greater(ends[index], size)) {
+    throw std::invalid_argument("the columns of a program do not fit together");
+  }
+  return static_cast<std::size_t>(ends[index]);
 }
 
 }  // namespace
@@ -39,20 +50,22 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
   work_slot = (work_slot + 63) / 64 * 64;
   work_bytes_ = static_cast<std::size_t>(layout.num_work_slots) * work_slot;
 
-  const auto place = [&](std::int32_t region, std::int32_t slot) -> Place {
-    switch (region) {
-      case 0:
-        return {Region::input,
-                static_cast<std::size_t>(at(layout.input_offset, slot, "input slot"))};
-      case 1:
-        return {Region::output,
-                static_cast<std::size_t>(at(layout.output_offset, slot, "output slot"))};
-      default:
-        if (slot < 0 || slot >= layout.num_work_slots) {
-          throw std::invalid_argument("a work slot is out of range");
-        }
-        return {Region::work, static_cast<std::size_t>(slot) * work_slot};
+  const auto place = [&](std::int32_t region, std::int32_t slot, std::size_t bytes) -> Place {
+    if (region != 0 && region != 1) {
+      if (slot < 0 || slot >= layout.num_work_slots) {
+        throw std::invalid_argument("a work slot is out of range");
+      }
+      return {Region::work, static_cast<std::size_t>(slot) * work_slot};
     }
+    const bool is_input = region == 0;
+    const Layout::Slot found =
+        at(is_input ? layout.input : layout.output, slot, is_input ? "input slot" : "output slot");
+    if (found.offset < 0 || std::cmp_less(found.room, bytes)) {
+      throw std::invalid_argument("slot " + std::to_string(slot) + " has room for " +
+                                  std::to_string(found.room) + " bytes, not for " +
+                                  std::to_string(bytes));
+    }
+    return {is_input ? Region::input : Region::output, static_cast<std::size_t>(found.offset)};
   };
   const auto peer_index = [&](std::int32_t peer) -> std::uint32_t {
     if (peer < 0 || static_cast<std::uint32_t>(peer) >= world_size ||
@@ -73,8 +86,8 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
     Operation operation{};
     operation.publishes = column.reader != ProgramColumns::kCombine;
     operation.completes = column.completes != 0;
-    operation.place = place(column.region, column.slot);
     operation.bytes = static_cast<std::size_t>(at(layout.size_bytes, column.size, "size"));
+    operation.place = place(column.region, column.slot, operation.bytes);
     operation.segment_bytes = segment_bytes(operation.bytes, max_segment_bytes);
     operation.num_segments = static_cast<std::uint32_t>(std::max<std::size_t>(
         1, (operation.bytes + operation.segment_bytes - 1) / operation.segment_bytes));
@@ -82,12 +95,14 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
       operation.channel =
           column.reader == ProgramColumns::kEveryone ? rank : peer_index(column.reader);
     }
-    const auto operand_end = static_cast<std::size_t>(program.operand_ends[index]);
+    const std::size_t operand_end =
+        end_of(program.operand_ends, index, operand_begin, program.operands.size());
     const std::size_t first_operand = operands_.size();
     for (; operand_begin < operand_end; ++operand_begin) {
       const ProgramColumns::Operand& operand = program.operands[operand_begin];
       if (operand.peer == ProgramColumns::kLocal) {
-        operands_.push_back({kLocalOperand, rank, place(operand.region, operand.slot)});
+        operands_.push_back(
+            {kLocalOperand, rank, place(operand.region, operand.slot, operation.bytes)});
       } else {
         const std::uint32_t peer = peer_index(operand.peer);
         operands_.push_back(
@@ -96,7 +111,8 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
     }
     operation.operands = {operands_.data() + first_operand, operands_.size() - first_operand};
     max_operands_ = std::max(max_operands_, operation.operands.size());
-    const auto after_end = static_cast<std::size_t>(program.after_ends[index]);
+    const std::size_t after_end =
+        end_of(program.after_ends, index, after_begin, program.after.size());
     const std::size_t first_after = after_.size();
     for (; after_begin < after_end; ++after_begin) {
       const auto earlier = static_cast<std::size_t>(program.after[after_begin]);

@@ -35,12 +35,17 @@ struct ProgramColumns {
   std::span<const std::int32_t> size_classes;  // per size index; see farandole/program.py
 };
 
-// Where the slots are, in bytes. A slot that a rank does not have in a region is never used there.
+// Where the slots are, in bytes.
 struct Layout {
-  std::span<const std::int64_t> size_bytes;     // per size index
-  std::span<const std::int64_t> input_offset;   // per slot of the input
-  std::span<const std::int64_t> output_offset;  // per slot of the output
-  std::int64_t num_work_slots = 0;              // each as large as the largest size
+  // A slot of the caller's memory; one that this rank does not have there has room for nothing.
+  struct Slot {
+    std::int64_t offset, room;
+  };
+
+  std::span<const std::int64_t> size_bytes;  // per size index
+  std::span<const Slot> input;
+  std::span<const Slot> output;
+  std::int64_t num_work_slots = 0;  // each as large as the largest size
 };
 
 // Shared from this, so that a call that holds a plan holds no Python object, which only a thread
@@ -76,7 +81,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   static constexpr std::uint32_t kLocalOperand = 0xffffffff;
 
   // `max_segment_bytes` is what a slot of the channels holds. Throws std::invalid_argument if an
-  // index is out of range.
+  // index is out of range, or a place has not the room for what is read or written there.
   Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t rank,
        std::uint32_t world_size, std::size_t max_segment_bytes, std::size_t element_bytes);
 

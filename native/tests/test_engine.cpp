@@ -99,19 +99,19 @@ using MakeProgram = Program (*)(std::int32_t rank, std::int32_t n);
 std::shared_ptr<Plan> bind_plan(const Program& program, const std::vector<std::int64_t>& counts,
                                 std::uint32_t rank, const Geometry& geometry) {
   std::vector<std::int64_t> bytes;
-  std::vector<std::int64_t> offsets;
+  std::vector<Layout::Slot> slots;
   std::vector<std::int32_t> classes(counts.size());
   std::iota(classes.begin(), classes.end(), 0);
   std::int64_t offset = 0;
   for (const std::int64_t count : counts) {
     bytes.push_back(count * 4);
-    offsets.push_back(offset);
+    slots.push_back({offset, count * 4});
     offset += count * 4;
   }
   const Columns columns{program.operations, program.operands,   program.operand_ends,
                         program.after,      program.after_ends, classes};
-  return std::make_shared<Plan>(columns, Layout{bytes, offsets, offsets, 0}, rank,
-                                geometry.world_size, geometry.slot_bytes, 4);
+  return std::make_shared<Plan>(columns, Layout{bytes, slots, slots, 0}, rank, geometry.world_size,
+                                geometry.slot_bytes, 4);
 }
 
 std::vector<std::int64_t> split(std::int64_t count, std::int64_t parts) {
@@ -238,6 +238,37 @@ void test_absence(Abort expected) {
   testing::check_equal(receipt.subject, expected == Abort::timeout ? 0U : 1U);
 }
 
+// Rank 1 lives and does not read yet; behind it, rank 2 is gone.
+void test_absence_behind_a_slow_reader() {
+  const auto arena = Arena::create({3, 2, 16 * 1024, 7});
+  arena->rank(2).closed.store(1);
+  Engine engine(arena, 0, {}, 5);
+  const auto plan = bind_plan(one_shot_all_reduce(0, 3), {60'000}, 0, arena->geometry());
+  std::vector<std::int32_t> buffer(60'000);
+  const Receipt receipt = engine.run(make_call(plan, buffer), {});
+  testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::peer_lost));
+  testing::check_equal(receipt.subject, 2U);
+}
+
+// Two ranks that each only send, in calls that differ: whoever closes last must notice.
+void test_disagreement_on_closing() {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  std::vector<std::int32_t> buffer(4);
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (std::uint32_t rank = 0; rank < 2; ++rank) {
+    Program sends;
+    sends.publish(0, 0, static_cast<std::int32_t>(1 - rank));
+    Call call = make_call(bind_plan(sends, {4}, rank, arena->geometry()), buffer);
+    call.fingerprint = rank;
+    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, 5));
+    const Receipt receipt = engines.back()->run(call, {});
+    testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::none));
+  }
+  engines[1]->close();
+  testing::check_equal(static_cast<int>(engines[0]->aborted().first),
+                       static_cast<int>(Abort::mismatch));
+}
+
 void test_interruption() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
   Engine engine(arena, 0, {}, 5);
@@ -282,6 +313,41 @@ void test_close_during_a_call() {
   testing::check_equal(static_cast<int>(late.status), static_cast<int>(Abort::requested));
 }
 
+void test_plan_refuses_what_has_no_room() {
+  const std::vector<std::int64_t> sizes{8, 16};
+  const std::vector<Layout::Slot> rooms{{0, 8}, {8, 15}};
+  const std::vector<std::int32_t> classes{0, 1};
+  const auto refuses = [&](const Program& program) {
+    const Columns columns{program.operations, program.operands,   program.operand_ends,
+                          program.after,      program.after_ends, classes};
+    try {
+      const Plan plan(columns, Layout{sizes, rooms, rooms, 0}, 0, 2, 64, 4);
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  Program fits;
+  fits.publish(0, 0, 1);
+  testing::check(!refuses(fits), "what just fits");
+  Program reads;
+  reads.publish(0, 1, 1);
+  testing::check(refuses(reads), "a publication longer than its place");
+  Program writes;
+  writes.combine(1, {from(1, false)}, false);
+  testing::check(refuses(writes), "a combination longer than its place");
+  Program takes;
+  takes.combine(0, {local(0, 1)}, false);
+  takes.operations[0].size = 1;
+  testing::check(refuses(takes), "an operand longer than its place");
+  Program broken = fits;
+  broken.operand_ends = {1};
+  testing::check(refuses(broken), "operands that are not there");
+  broken = fits;
+  broken.after_ends.clear();
+  testing::check(refuses(broken), "columns of different lengths");
+}
+
 void test_plan_refuses() {
   const auto refuses = [](const Program& program, const std::vector<std::int64_t>& counts) {
     try {
@@ -307,6 +373,7 @@ void test_plan_refuses() {
   waits_for_itself.publish(0, 0, 1, {0});
   testing::check(refuses(waits_for_itself, {4}), "an operation that waits for itself");
   testing::check(refuses(one_shot_all_reduce(0, 2), {-4}), "a negative size");
+  test_plan_refuses_what_has_no_room();
 }
 
 }  // namespace
@@ -328,6 +395,8 @@ int main() {
   test_absence(Abort::timeout);
   test_absence(Abort::peer_lost);
   test_absence(Abort::requested);
+  test_absence_behind_a_slow_reader();
+  test_disagreement_on_closing();
   test_interruption();
   test_close_with_work();
   test_close_during_a_call();

@@ -9,6 +9,7 @@ An algorithm is a schedule: a list of chunk transfers. The same object is proved
 array([ 6., 10., 14.])
 """
 
+from farandole.calls import CollectiveStats
 from farandole.communicator import Communicator
 from farandole.errors import (
     ArgumentError,
@@ -33,6 +34,7 @@ from farandole.work import Work
 __all__ = [
     "ArgumentError",
     "CollectiveMismatchError",
+    "CollectiveStats",
     "CollectiveTimeoutError",
     "CommunicationError",
     "Communicator",

@@ -80,6 +80,11 @@ def write_buffer(value: Any) -> Buffer:
     """
     if _is_torch(value):
         return _writable_tensor(value)
+    if isinstance(value, np.generic):
+        raise ArgumentError(
+            f"the output is a numpy scalar ({value!r}), which nobody can write to; give an array of one element, "
+            f"np.array({value})"
+        )
     array = _as_array(value)
     if not array.flags.writeable:
         raise ArgumentError("the output array is read-only; give one that can be written, or a copy of it")
@@ -118,6 +123,11 @@ def _plain_tensor(tensor: Any) -> Any:
 
 
 def _writable_tensor(value: Any) -> Buffer:
+    if value.grad_fn is not None:
+        raise ArgumentError(
+            "the output tensor was computed under autograd, which would not notice that it is overwritten; give "
+            "tensor.detach().clone(), or compute it under torch.no_grad()"
+        )
     tensor = _plain_tensor(value)
     if tensor.data_ptr() != value.data_ptr():
         raise ArgumentError(

@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 import farandole._native as _native
 from farandole import algorithms, selector
-from farandole.collectives import COLLECTIVES
-from farandole.dtypes import DTYPES, REDUCE_OPS, DType
+from farandole.call_records import pack_call
+from farandole.dtypes import REDUCE_OPS, DType
 from farandole.errors import ArgumentError
 from farandole.lowering import lower
 from farandole.plans import bind, sent_elements
@@ -27,15 +27,12 @@ from farandole.program_verifier import verify_programs
 from farandole.schedule import Schedule
 from farandole.verifier import Interpretation, verify
 
-__all__ = ["Algorithm", "Call", "CallRecord", "CallTable", "CollectiveStats", "Signature", "prove"]
+__all__ = ["Algorithm", "Call", "CallTable", "CollectiveStats", "Signature", "prove"]
 
 Algorithm = str | Schedule | Callable[[int], Schedule]
 """A name in `farandole.algorithms`, a schedule, or a function from the world size to one."""
 
 _KEPT_CALLS = 1024
-_DTYPES_BY_CODE = {dtype.code: name for name, dtype in DTYPES.items()}
-_OPS_BY_CODE = {code: name for name, code in REDUCE_OPS.items()}
-_NO_OP = 255
 
 
 class Signature(NamedTuple):
@@ -51,6 +48,7 @@ class Signature(NamedTuple):
         root: source or destination rank, where there is one.
         pair: (src, dst) of a send, in the communicator's ranks.
         tag: of a send.
+        caller: what the user called, where it is not the collective's own name.
     """
 
     collective: str
@@ -62,6 +60,7 @@ class Signature(NamedTuple):
     root: int = 0
     pair: tuple[int, int] | None = None
     tag: int = 0
+    caller: str = ""
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Call:
         op_code: number of the reduction, -1 if nothing is reduced.
         divisor: of completed sums.
         fingerprint: 64 bits of all that ranks must agree on.
-        what, count: the call in the record that other ranks can read, see `CallRecord`.
+        record: what, count and tag of the `CallRecord` that other ranks can read.
         scheduled_bytes_sent: by this rank.
         payload_bytes: S.
         stats: where finished calls are counted.
@@ -110,60 +109,10 @@ class Call:
     op_code: int
     divisor: int
     fingerprint: int
-    what: int
-    count: int
+    record: tuple[int, int, int]
     scheduled_bytes_sent: int
     payload_bytes: int
     stats: CollectiveStats
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """What a rank says it is doing, as every rank of its communicator can read it.
-
-    Attributes:
-        sequence: collectives begun.
-        finished: of those, ended.
-        what: the last call begun, packed.
-        count: its elements.
-        closed: whether the rank closed its communicator.
-    """
-
-    sequence: int
-    finished: int
-    what: int
-    count: int
-    closed: bool
-
-    def __str__(self) -> str:
-        if self.what == 0:
-            return "no call yet"
-        if COLLECTIVES[(self.what & 0xFF) - 1] == "send":
-            return self.describe()
-        finished = ", which it has finished" if self.finished == self.sequence else ""
-        return f"{self.describe()}, collective number {self.sequence}{finished}"
-
-    def describe(self) -> str:
-        """The call alone, as the user would write it."""
-        collective = COLLECTIVES[(self.what & 0xFF) - 1]
-        dtype, op, root = self.what >> 8 & 0xFF, self.what >> 16 & 0xFF, self.what >> 32
-        return f"{collective}({', '.join(self._arguments(collective, dtype, op, root))})"
-
-    def _arguments(self, collective: str, dtype: int, op: int, root: int) -> list[str]:
-        if collective == "barrier":
-            return []
-        arguments = [f"{self.count} x {_DTYPES_BY_CODE[dtype]}"]
-        if op != _NO_OP:
-            arguments.append(_OPS_BY_CODE[op])
-        if collective in algorithms.ROOTED:
-            arguments.append(f"root {root}")
-        return arguments
-
-
-def pack_call(signature: Signature, op_code: int) -> int:
-    """The record of a call in 64 bits: collective, dtype, op and root."""
-    op = _NO_OP if op_code < 0 else op_code
-    return COLLECTIVES.index(signature.collective) + 1 | signature.dtype.code << 8 | op << 16 | signature.root << 32
 
 
 class Proof(NamedTuple):
@@ -193,7 +142,7 @@ def _named_schedule(collective: str, name: str, world_size: int, root: int) -> S
 
 @dataclass
 class CallTable:
-    """The settled calls of one communicator's rank; the oldest are forgotten."""
+    """The settled calls of one communicator's rank; those not used for longest are forgotten."""
 
     rank: int
     world_size: int
@@ -209,14 +158,15 @@ class CallTable:
             ScheduleError: the algorithm's schedule is malformed, or its proof failed.
         """
         algorithm = signature.algorithm
-        if not (algorithm is None or isinstance(algorithm, (str, Schedule)) or callable(algorithm)):
+        if not (algorithm is None or isinstance(algorithm, (str, Schedule)) or _is_hashable_function(algorithm)):
             raise ArgumentError(f"algorithm is {algorithm!r}; give a name, a Schedule, or a function that makes one")
         call = self._calls.get(signature)
-        if call is None:
-            call = self._settle(signature)
-            self._calls[signature] = call
-            if len(self._calls) > _KEPT_CALLS:
-                self._calls.popitem(last=False)
+        if call is not None:
+            self._calls.move_to_end(signature)
+            return call
+        call = self._calls[signature] = self._settle(signature)
+        if len(self._calls) > _KEPT_CALLS:
+            self._calls.popitem(last=False)
         return call
 
     def _settle(self, signature: Signature) -> Call:
@@ -228,7 +178,7 @@ class CallTable:
         if signature.collective == "all_to_all":
             _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)
         plan = bind(
-            schedule,
+            proof.interpretation,
             program,
             signature.counts,
             signature.output_counts,
@@ -246,8 +196,7 @@ class CallTable:
             op_code=op_code,
             divisor=self.world_size if signature.op == "avg" else 1,
             fingerprint=_fingerprint(signature, schedule),
-            what=pack_call(signature, op_code),
-            count=sum(signature.counts),
+            record=self._record(signature, op_code),
             scheduled_bytes_sent=sent * signature.dtype.itemsize,
             payload_bytes=payload_bytes,
             stats=self.stats.setdefault(
@@ -255,12 +204,23 @@ class CallTable:
             ),
         )
 
+    def _record(self, signature: Signature, op_code: int) -> tuple[int, int, int]:
+        call, rank = signature.caller or signature.collective, signature.root
+        if signature.pair is not None:
+            src, dst = signature.pair
+            call, rank = ("send", dst) if src == self.rank else ("recv", src)
+        own_part = signature.collective in ("all_gather", "gather", "scatter")
+        count = signature.counts[self.rank] if own_part else sum(signature.counts)
+        what = pack_call(call, signature.dtype, op_code, signature.algorithm, rank)
+        return what, count, signature.tag
+
     def _schedule(self, signature: Signature, payload_bytes: int) -> Schedule:
         algorithm, collective = signature.algorithm, signature.collective
         world_size = self.world_size if signature.pair is None else 2
         if algorithm is None:
             algorithm = selector.choose(collective, world_size, payload_bytes)
         if isinstance(algorithm, str):
+            _require_known(collective, algorithm)
             return _named_schedule(collective, algorithm, world_size, signature.root)
         schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
         if not isinstance(schedule, Schedule):
@@ -268,10 +228,28 @@ class CallTable:
         wanted = (collective, world_size, signature.root)
         if (schedule.collective, schedule.world_size, schedule.root) != wanted:
             raise ArgumentError(
-                f"the schedule is a {schedule.collective} of {schedule.world_size} ranks with root {schedule.root}; "
-                f"this call needs a {collective} of {world_size} ranks with root {signature.root}"
+                f"the schedule is {_in_words(schedule.collective, schedule.world_size, schedule.root)}; this call "
+                f"needs {_in_words(collective, world_size, signature.root)}"
             )
         return schedule
+
+
+def _in_words(collective: str, world_size: int, root: int) -> str:
+    article = "an" if collective.startswith("all") else "a"
+    rooted = f" with root {root}" if collective in algorithms.ROOTED else ""
+    return f"{article} {collective} of {world_size} ranks{rooted}"
+
+
+def _is_hashable_function(value: object) -> bool:
+    return callable(value) and isinstance(value, Hashable)
+
+
+def _require_known(collective: str, name: str) -> None:
+    known = algorithms.names(collective)
+    if name not in known:
+        is_path = ".py" in name
+        remedy = "import that function and pass it itself" if is_path else f"known are {', '.join(known)}"
+        raise ArgumentError(f"algorithm is {name!r}, which is no algorithm for {collective}; {remedy}")
 
 
 def _require_even_if_passed_on(programs: Sequence[Program], first_size: int, signature: Signature) -> None:
@@ -295,5 +273,6 @@ def _fingerprint(signature: Signature, schedule: Schedule) -> int:
         counts,
         signature.pair,
         signature.tag,
+        signature.caller,
     ]
     return int.from_bytes(hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest(), "little")

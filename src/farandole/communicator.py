@@ -30,6 +30,8 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds that a blocking call waits for other ranks, where neither the call nor the communicator says otherwise."""
 
+_MOST_ROWS = 2**48  # what an address space can hold
+
 
 class Communicator:
     """A group of ranks that communicate; made by `farandole.init`, `farandole.local` or `split`.
@@ -444,8 +446,11 @@ class Communicator:
         if not _is_whole(key):
             raise ArgumentError(f"key is {key!r}; it must be a whole number")
         mine = np.array([-1 if color is None else color, key], dtype=np.int64)
-        wishes = self.all_gather(mine).reshape(-1, 2).tolist()
-        members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes) if wish == color)
+        signature = Signature("all_gather", DTYPES["int64"], counts=(2,) * self.world_size, caller="split")
+        wishes = np.empty((self.world_size, 2), dtype=np.int64)
+        start = 2 * self.rank
+        self._run(signature, read_buffer(mine), write_buffer(wishes), None, False, input_start=start)
+        members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes.tolist()) if wish == color)
         ranks = [rank for _, rank in members]
 
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
@@ -471,6 +476,10 @@ class Communicator:
 
         Calls still going on in the background get a second to end; after that the communicator is aborted with a
         RuntimeWarning.
+
+        Raises:
+            CollectiveMismatchError: this rank's last call was not that of another rank, so its results are worthless,
+                and neither had to wait for the other there. On some of the ranks; the others may have left before.
         """
         self._runner.close()
 
@@ -551,6 +560,8 @@ class Communicator:
             raise ArgumentError(
                 f"{name} is {counts!r}; it must hold {self.world_size} whole numbers >= 0, one per rank"
             )
+        if sum(rows) > _MOST_ROWS:
+            raise ArgumentError(f"{name} is {counts!r}; that is more than memory can hold")
         return rows
 
     def _require_rank(self, name: str, rank: int) -> None:

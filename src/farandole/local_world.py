@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -66,8 +67,9 @@ class LocalWorld(Sequence[Communicator]):
 
     def close(self) -> None:
         """Close all communicators."""
-        for communicator in self._communicators:
-            communicator.close()
+        with contextlib.ExitStack() as stack:  # also if one of them raises
+            for communicator in self._communicators:
+                stack.callback(communicator.close)
 
     def __getitem__(self, rank: Any) -> Any:
         return self._communicators[rank]

@@ -57,7 +57,7 @@ def sent_elements(
 
 
 def bind(
-    schedule: Schedule,
+    interpretation: Interpretation,
     program: Program,
     counts: Sequence[int],
     output_counts: Sequence[int] | None,
@@ -70,7 +70,7 @@ def bind(
     """The plan that the engine runs for ``program`` on buffers of these sizes.
 
     Args:
-        schedule: what ``program`` was lowered from.
+        interpretation: the proof of the schedule that ``program`` was lowered from.
         program: of the rank that will run it.
         counts: see `chunk_counts`; in all_to_all, of what this rank sends.
         output_counts: in all_to_all, of what this rank receives; None elsewhere.
@@ -79,7 +79,7 @@ def bind(
         itemsize: bytes per element.
         max_segment_bytes: room in one slot of the channels.
     """
-    sizes, inputs, outputs = _layout(schedule, program, counts, output_counts)
+    sizes, inputs, outputs = _layout(interpretation, program.rank, counts, output_counts)
     operations, operands, operand_ends, after, after_ends = _columns(program, ranks)
     return _native.Plan(
         operations=operations,
@@ -88,8 +88,8 @@ def bind(
         after=after,
         after_ends=after_ends,
         size_bytes=sizes * itemsize,
-        input_offset=inputs * itemsize,
-        output_offset=outputs * itemsize,
+        input_slots=inputs * itemsize,
+        output_slots=outputs * itemsize,
         num_work_slots=program.num_work_slots,
         size_classes=np.array(program.size_classes, dtype=np.int32),
         rank=ranks[program.rank],
@@ -100,18 +100,30 @@ def bind(
 
 
 def _layout(
-    schedule: Schedule, program: Program, counts: Sequence[int], output_counts: Sequence[int] | None
+    interpretation: Interpretation, rank: int, counts: Sequence[int], output_counts: Sequence[int] | None
 ) -> tuple[Ints, Ints, Ints]:
-    """Elements per size index, and the first element of each slot in the input and in the output."""
+    """Elements per size index; and per slot of the input and of the output, its first element and its length."""
+    schedule, promise = interpretation.schedule, interpretation.promise
     sizes = _sizes(schedule, counts, output_counts)
-    starts = _starts(sizes[: schedule.num_chunks])
+    reads, writes = sizes[: schedule.num_chunks], sizes[: schedule.num_chunks]
     if schedule.collective == "all_to_all":
-        return _ints(sizes), starts, _starts(sizes[schedule.num_chunks : 2 * schedule.num_chunks])
-    own = chunks_of_part(schedule, program.rank) if is_parted(schedule.collective) else range(0)
-    first = starts[own[0]] if len(own) else 0
-    inputs = starts - first if schedule.collective in ("all_gather", "gather") else starts
-    outputs = starts - first if schedule.collective in ("reduce_scatter", "scatter") else starts
-    return _ints(sizes), inputs, outputs
+        writes = sizes[schedule.num_chunks : 2 * schedule.num_chunks]
+    has_input = [(rank, slot) in promise.before for slot in range(schedule.num_chunks)]
+    has_output = [(rank, slot) in promise.after and rank not in promise.read_only for slot in range(len(has_input))]
+    own = chunks_of_part(schedule, rank) if is_parted(schedule.collective) else range(0)
+    first = sum(reads[: own.start])
+    return (
+        np.array(sizes, dtype=np.int64),
+        _slots(reads, has_input, first if schedule.collective in ("all_gather", "gather") else 0),
+        _slots(writes, has_output, first if schedule.collective in ("reduce_scatter", "scatter") else 0),
+    )
+
+
+def _slots(sizes: Sequence[int], is_there: Sequence[bool], origin: int) -> Ints:
+    """Per slot, where it begins, counted from ``origin``, and its length; nothing where it is not there."""
+    starts = [start - origin for start in accumulate(sizes, initial=0)]
+    rows = [(start, size) if there else (0, 0) for start, size, there in zip(starts, sizes, is_there, strict=False)]
+    return np.array(rows, dtype=np.int64)
 
 
 def _sizes(schedule: Schedule, counts: Sequence[int], output_counts: Sequence[int] | None) -> list[int]:
@@ -155,11 +167,3 @@ def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int
         np.array(after, dtype=np.int32),
         np.array(after_ends, dtype=np.int32),
     )
-
-
-def _starts(sizes: Sequence[int]) -> Ints:
-    return _ints([0, *accumulate(sizes)][:-1])
-
-
-def _ints(values: Sequence[int]) -> Ints:
-    return np.array(values, dtype=np.int64)

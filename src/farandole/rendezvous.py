@@ -22,12 +22,26 @@ import farandole._native as _native
 from farandole.errors import RendezvousError
 from farandole.store import Address, StoreClient, StoreServer
 
-__all__ = ["MAX_WORLD_SIZE", "Identity", "Membership", "identity_from", "join", "join_alone", "join_threads"]
+__all__ = [
+    "MAX_WORLD_SIZE",
+    "Identity",
+    "Membership",
+    "identity_from",
+    "join",
+    "join_alone",
+    "join_threads",
+    "tell_of_end",
+]
 
 MAX_WORLD_SIZE = 256
 """Ranks that one host is asked to run; more would exhaust it long before they met."""
 
+_LONGEST_WAIT_S = 2e6
+"""What the system calls take at most: 23 days."""
+
 _num_joins = 0
+"""Meetings of this job that this process took part in. A meeting fails for all of its ranks or for none: so all count
+alike, and the n-th that one rank comes to is the n-th of every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
     MASTER_ADDR and MASTER_PORT tell where rank 0 serves the store.
 
     Raises:
-        RendezvousError: a variable is missing or makes no sense.
+        RendezvousError: a variable is missing or makes no sense, or torchrun set them.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
@@ -64,6 +78,11 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
         raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
     secret = environment.get("FARANDOLE_SECRET", "").encode()
     serves = False
+    if "TORCHELASTIC_RUN_ID" in environment and "FARANDOLE_RENDEZVOUS" not in environment:
+        raise RendezvousError(
+            "this process was started by torchrun, and farandole does not start under torchrun yet: its agent holds "
+            "the port that rank 0 would serve on; use 'farandole run -n N' in place of 'torchrun --nproc-per-node N'"
+        )
     if "FARANDOLE_RENDEZVOUS" in environment:
         host, _, text = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
         port = _port(text, "FARANDOLE_RENDEZVOUS")
@@ -73,8 +92,8 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
         serves = rank == 0
     else:
         raise RendezvousError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run', or set MASTER_ADDR and "
-            "MASTER_PORT"
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run' (in place of torchrun or "
+            "mpirun), or set MASTER_ADDR and MASTER_PORT"
         )
     host = host.strip("[]")
     if not secret and not _is_loopback(host):
@@ -93,12 +112,14 @@ class Membership:
         rank, world_size: in the group.
         arena: what the group shares.
         processes: per rank, its process id.
+        job_ranks: per rank, its rank in the job.
     """
 
     rank: int
     world_size: int
     arena: _native.Arena
     processes: tuple[int, ...]
+    job_ranks: tuple[int, ...]
 
     def open_process_descriptors(self) -> list[int]:
         """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended."""
@@ -143,21 +164,28 @@ class Membership:
         if arena is None:
             return None
         arena.close_descriptor()
-        return Membership(ranks.index(self.rank), len(ranks), arena, tuple(self.processes[rank] for rank in ranks))
+        return Membership(
+            ranks.index(self.rank),
+            len(ranks),
+            arena,
+            tuple(self.processes[rank] for rank in ranks),
+            tuple(self.job_ranks[rank] for rank in ranks),
+        )
 
 
 def join_alone() -> Membership:
     """A world of one."""
     arena, _ = _create_arena(1)
     arena.close_descriptor()
-    return Membership(0, 1, arena, (os.getpid(),))
+    return Membership(0, 1, arena, (os.getpid(),), (0,))
 
 
 def join_threads(world_size: int) -> list[Membership]:
     """A membership per rank, all of them in this process."""
     arena, _ = _create_arena(world_size)
     arena.close_descriptor()
-    return [Membership(rank, world_size, arena, (os.getpid(),) * world_size) for rank in range(world_size)]
+    everyone = tuple(range(world_size))
+    return [Membership(rank, world_size, arena, (os.getpid(),) * world_size, everyone) for rank in everyone]
 
 
 def join(identity: Identity, timeout_s: float) -> Membership:
@@ -168,67 +196,125 @@ def join(identity: Identity, timeout_s: float) -> Membership:
         timeout_s: how long to wait for them.
 
     Raises:
-        RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory.
+        RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory;
+            or one of the others gave up on this meeting.
     """
-    global _num_joins
-    meeting = _num_joins  # ranks may join, close and join again: each time under other keys
-    _num_joins += 1
-    limit = time.monotonic() + timeout_s
+    timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     with contextlib.ExitStack() as stack:
+        number = _num_joins
         if identity.serves:
             server = StoreServer(identity.store, identity.secret)
             stack.callback(server.close)
+            for earlier in range(number):  # this store is new, and a late rank may still come to a meeting that failed
+                server.set(f"{earlier}/failed", "rank 0 has given up on this meeting; call farandole.init() again")
+        limit = time.monotonic() + timeout_s
         client = StoreClient(identity.store, identity.secret, timeout_s)
         stack.callback(client.close)
-        membership = _meet(client, identity, f"{meeting}/", limit, timeout_s)
+        meeting = _Meeting(client, identity, number, limit, timeout_s)
+        membership = _meet(meeting)
         if identity.serves:
-            _get_all(client, identity, f"{meeting}/left/", limit, timeout_s, "left the rendezvous")
+            meeting.get_all("left", "left the rendezvous")
         return membership
 
 
-def _meet(client: StoreClient, identity: Identity, prefix: str, limit: float, timeout_s: float) -> Membership:
+def tell_of_end(store: StoreServer, rank: int) -> None:
+    """Let ranks that wait for ``rank``, or will, know that its process has ended with exit code 0."""
+    store.set(_ended_key(rank), "0")
+
+
+def _ended_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """One meeting at the store, as one rank sees it. A job may have several: each has its own keys.
+
+    Attributes:
+        client, identity: of this rank.
+        number: of the meeting.
+        limit: what time.monotonic() says when this rank has waited for ``timeout_s``.
+    """
+
+    client: StoreClient
+    identity: Identity
+    number: int
+    limit: float
+    timeout_s: float
+
+    def set(self, phase: str, value: str = "yes") -> str:
+        """Say that this rank is through ``phase``. Returns the value that stands."""
+        return self.client.set(f"{self.number}/{phase}/{self.identity.rank}", value)
+
+    def get_all(self, phase: str, did: str) -> list[str]:
+        """What every rank has set for ``phase``, once all have."""
+        world = range(self.identity.world_size)
+        keys = [f"{self.number}/{phase}/{rank}" for rank in world]
+        failed = f"{self.number}/failed"
+        remaining_s = max(0.0, self.limit - time.monotonic())
+        values = self.client.get_all(keys, remaining_s, unless=[failed, *map(_ended_key, world)])
+        missing = [rank for rank, value in enumerate(values) if value is None]
+        if missing:
+            self._require_all_alive()
+        reason = self.client.get(failed, 0)
+        if reason is not None:
+            raise RendezvousError(reason)
+        if missing:
+            raise RendezvousError(
+                f"rank {self.identity.rank} waited {self.timeout_s:g} s; of {self.identity.world_size} ranks these "
+                f"have not {did}: {', '.join(map(str, missing))}"
+            )
+        return [value for value in values if value is not None]
+
+    def _require_all_alive(self) -> None:
+        codes = self.client.get_all([_ended_key(rank) for rank in range(self.identity.world_size)], 0)
+        for rank, code in enumerate(codes):
+            if code is not None:
+                again, equally_often = (" again", " equally often") if self.number else ("", "")
+                raise RendezvousError(
+                    f"rank {rank} ended without joining{again} (exit code {code}); every rank must call "
+                    f"farandole.init(){equally_often}"
+                )
+
+    def fail(self, error: Exception) -> None:
+        """Let the others know that this rank gives up: they need not wait for it."""
+        what = str(error) or type(error).__name__
+        with contextlib.suppress(RendezvousError):  # then nobody can be told
+            self.client.set(f"{self.number}/failed", f"rank {self.identity.rank} could not join: {what:.1000}")
+
+
+def _meet(meeting: _Meeting) -> Membership:
+    global _num_joins
+    identity = meeting.identity
     arena = None
     offer: list[int] = []
     if identity.rank == 0:
         arena, nonce = _create_arena(identity.world_size)
         offer = [os.getpid(), arena.descriptor, nonce]
     card = json.dumps({"process": os.getpid(), "world_size": identity.world_size, "arena": offer})
-    standing = client.set(f"{prefix}rank/{identity.rank}", card)
+    standing = meeting.set("rank", card)
     if standing != card:
         other = json.loads(standing)["process"]
         raise RendezvousError(
             f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
         )
-    cards = [json.loads(text) for text in _get_all(client, identity, f"{prefix}rank/", limit, timeout_s, "joined")]
-    sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
-    if len(set(sizes.values())) > 1:
-        raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
-    if arena is None:
-        arena = _map_arena(*cards[0]["arena"])
-    client.set(f"{prefix}mapped/{identity.rank}", "yes")
-    _get_all(client, identity, f"{prefix}mapped/", limit, timeout_s, "mapped the shared memory")
-    client.set(f"{prefix}left/{identity.rank}", "yes")
+    _num_joins = meeting.number + 1
+    try:
+        cards = [json.loads(text) for text in meeting.get_all("rank", "joined")]
+        sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
+        if len(set(sizes.values())) > 1:
+            raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
+        if arena is None:
+            arena = _map_arena(*cards[0]["arena"])
+        meeting.set("mapped")
+        meeting.get_all("mapped", "mapped the shared memory")
+        meeting.set("left")
+    except Exception as error:
+        meeting.fail(error)
+        raise
     arena.close_descriptor()
-    return Membership(identity.rank, identity.world_size, arena, tuple(card["process"] for card in cards))
-
-
-def _get_all(
-    client: StoreClient, identity: Identity, prefix: str, limit: float, timeout_s: float, did: str
-) -> list[str]:
-    values: list[str] = []
-    missing: list[int] = []
-    for rank in range(identity.world_size):
-        value = client.get(f"{prefix}{rank}", max(0.0, limit - time.monotonic()))
-        if value is None:
-            missing.append(rank)
-        else:
-            values.append(value)
-    if missing:
-        raise RendezvousError(
-            f"rank {identity.rank} waited {timeout_s:g} s; of {identity.world_size} ranks these have not {did}: "
-            f"{', '.join(map(str, missing))}"
-        )
-    return values
+    everyone = tuple(range(identity.world_size))
+    return Membership(identity.rank, identity.world_size, arena, tuple(card["process"] for card in cards), everyone)
 
 
 def _create_arena(world_size: int) -> tuple[_native.Arena, int]:

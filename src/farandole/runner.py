@@ -6,6 +6,7 @@ and the failure that stopped it, if one has.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 import farandole._native as _native
 from farandole.buffers import Buffer
-from farandole.calls import Call, CallRecord, CallTable, CollectiveStats, Signature
+from farandole.call_records import CallRecord
+from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
 from farandole.failures import Abort, explain_failure
 from farandole.rendezvous import Membership
@@ -33,8 +35,9 @@ _open: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 def close_all() -> None:
     """Close every communicator of this process that is still open."""
-    for runner in list(_open):
-        runner.close()
+    with contextlib.ExitStack() as stack:  # also if one of them raises
+        for runner in list(_open):
+            stack.callback(runner.close)
 
 
 class Runner:
@@ -47,6 +50,7 @@ class Runner:
     def __init__(self, membership: Membership) -> None:
         crowded = membership.world_size > len(os.sched_getaffinity(0))
         self._rank = membership.rank
+        self._job_ranks = membership.job_ranks
         self._engine = _native.Engine(
             arena=membership.arena,
             rank=membership.rank,
@@ -98,14 +102,13 @@ class Runner:
             call.divisor,
             call.fingerprint,
             signature.pair is None,
-            call.what,
-            call.count,
+            *call.record,
             timeout_s,
         )
 
         def finish(receipt: Receipt, _source: Buffer | None = source) -> Any:
             """Deliver and count. As it holds both buffers, they live for as long as the call may use them."""
-            self._account(call, receipt, timeout_s)
+            self._account(call, receipt)
             if target is None:
                 return None
             if target.deliver is not None:
@@ -155,13 +158,20 @@ class Runner:
         return self not in _open
 
     def close(self) -> None:
-        """Leave; background calls get a moment to end."""
+        """Leave; background calls get a moment to end.
+
+        Raises:
+            CollectiveMismatchError: the ranks' last calls differed, without having met.
+        """
         if self.closed:
             return
         _open.discard(self)
         if self._process == os.getpid():
             self._wait_for_in_flight()
         self._engine.close()
+        reason, subject = self._engine.aborted()
+        if self._failure is None and reason == Abort.MISMATCH:
+            raise self._fail(Abort(reason), subject, None)
         if self._failure is None:
             self._failure = CommunicatorClosedError("this communicator was closed on this rank")
 
@@ -171,10 +181,10 @@ class Runner:
         if engine is not None:
             engine.close()
 
-    def _account(self, call: Call, receipt: Receipt, timeout_s: float) -> None:
+    def _account(self, call: Call, receipt: Receipt) -> None:
         status, subject, bytes_sent, bytes_received, seconds = receipt
         if status != Abort.NONE:
-            raise self._fail(Abort(status), subject, call, timeout_s)
+            raise self._fail(Abort(status), subject, call)
         stats = call.stats
         with self._lock:
             stats.calls += 1
@@ -184,12 +194,12 @@ class Runner:
             stats.payload_bytes += call.payload_bytes
             stats.seconds += seconds
 
-    def _fail(self, reason: Abort, subject: int, call: Call, timeout_s: float) -> CommunicationError:
+    def _fail(self, reason: Abort, subject: int, call: Call | None) -> CommunicationError:
         with self._lock:
             if self._failure is None:
                 records = [CallRecord(*record) for record in self._engine.calls()]
                 self._failure = explain_failure(
-                    reason, subject, rank=self._rank, records=records, call=call, timeout_s=timeout_s
+                    reason, subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
                 )
             return type(self._failure)(*self._failure.args)
 

@@ -1,0 +1,102 @@
+"""What a rank says it is doing: packed into a few numbers that every rank of its communicator can read, and unpacked
+again for errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farandole import algorithms
+from farandole.collectives import COLLECTIVES
+from farandole.dtypes import DTYPES, REDUCE_OPS, DType
+from farandole.schedule import Schedule
+
+__all__ = ["CALLS", "CallRecord", "pack_call"]
+
+CALLS = (*COLLECTIVES, "recv", "split")
+"""What a user can call: the collectives, and what else runs as one of them."""
+
+_DTYPES_BY_CODE = {dtype.code: name for name, dtype in DTYPES.items()}
+_OPS_BY_CODE = {code: name for name, code in REDUCE_OPS.items()}
+_NO_OP = 255
+_CUSTOM = 255
+_RANK_ARGUMENTS = {
+    "broadcast": "src",
+    "scatter": "src",
+    "recv": "src",
+    "reduce": "dst",
+    "gather": "dst",
+    "send": "dst",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """The last call that a rank began.
+
+    Attributes:
+        sequence: collectives begun.
+        finished: of those, ended.
+        what: the call, see `pack_call`.
+        count: elements of the array that the rank gave.
+        tag: of a send or recv.
+        timeout_s: how long the rank waits in it; infinite if for ever.
+        closed: whether the rank closed its communicator.
+    """
+
+    sequence: int
+    finished: int
+    what: int
+    count: int
+    tag: int
+    timeout_s: float
+    closed: bool
+
+    def __str__(self) -> str:
+        """As in "rank 3: ..."."""
+        if self.what == 0:
+            return "no call yet"
+        if self.name in ("send", "recv"):
+            return self.describe()
+        finished = ", which it has finished" if self.finished == self.sequence else ""
+        return f"{self.describe()}, collective number {self.sequence}{finished}"
+
+    @property
+    def name(self) -> str:
+        """What was called: one of `CALLS`."""
+        return CALLS[(self.what & 0xFF) - 1]
+
+    def describe(self) -> str:
+        """The call alone, as the user would write it."""
+        return f"{self.name}({', '.join(self._arguments())})"
+
+    def _arguments(self) -> list[str]:
+        if self.name in ("barrier", "split"):
+            return []
+        dtype, op, algorithm, rank = (self.what >> shift & 0xFF for shift in (8, 16, 24, 32))
+        arguments = [f"{self.count} x {_DTYPES_BY_CODE[dtype]}"]
+        if op != _NO_OP:
+            arguments.append(_OPS_BY_CODE[op])
+        if self.name in _RANK_ARGUMENTS:
+            arguments.append(f"{_RANK_ARGUMENTS[self.name]}={rank}")
+        if self.tag:
+            arguments.append(f"tag={self.tag}")
+        if algorithm == _CUSTOM:
+            arguments.append("algorithm=a schedule of the caller's own")
+        elif algorithm:
+            arguments.append(f"algorithm={algorithms.names(self.name)[algorithm - 1]!r}")
+        return arguments
+
+
+def pack_call(
+    call: str,
+    dtype: DType,
+    op_code: int,
+    algorithm: str | Schedule | Callable[[int], Schedule] | None,
+    rank: int,
+) -> int:
+    """A call in 64 bits, lowest first: 8 for its place in `CALLS`, counted from 1, 8 for the dtype, 8 for the op, 8 for
+    the algorithm if one was named, and the root or peer."""
+    op = _NO_OP if op_code < 0 else op_code
+    named = algorithms.names(call).index(algorithm) + 1 if isinstance(algorithm, str) else _CUSTOM
+    return CALLS.index(call) + 1 | dtype.code << 8 | op << 16 | (named if algorithm else 0) << 24 | rank << 32
