@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import farandole.cli
 from farandole.algorithms import ALGORITHMS, names
 from farandole.cli import app, main
-from farandole.cli.algorithm_argument import schedules_of
+from farandole.cli.algorithm_argument import load_algorithm, schedules_of
 from farandole.cli.bench import counts_between, parse_size
 from farandole.cli.bench_check import PERIOD, contribution, count_wrong, describe_bound, numpy_dtype, reduced
 from farandole.cli.bench_settings import COLLECTIVES, Measurement, Row, Settings
@@ -27,6 +27,7 @@ from farandole.errors import ArgumentError, FarandoleError, MalformedScheduleErr
 from farandole.launch import JobResult
 
 bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
+run_module = importlib.import_module("farandole.cli.run")
 
 VERBS = ("run", "verify", "draw", "bench")
 
@@ -58,6 +59,27 @@ def number(world_size):
 
 def other_size(world_size):
     return chain(world_size + 1)
+
+
+def nameless(world_size):
+    return Schedule("all_reduce", world_size, 1, list(chain(world_size)))
+
+
+def divided(world_size):
+    return half(world_size)
+
+
+def half(world_size):
+    return 1 / (world_size - world_size)
+
+
+def in_numpy(world_size):
+    import numpy
+    return numpy.concatenate([world_size])
+
+
+def alone():
+    return chain(1)
 '''
 
 
@@ -115,7 +137,16 @@ def test_errors_of_farandole_are_one_message_and_exit_2(monkeypatch, capsys):
     assert output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [("verify", "ring", "--ranks", 0), ("draw",), ("bench", "-b", "8X"), ("fly",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "ring", "--ranks", 0),
+        ("verify", "ring", "--ranks", 10**12),
+        ("draw",),
+        ("bench", "-b", "8X"),
+        ("fly",),
+    ],
+)
 def test_usage_errors_exit_2(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2
@@ -160,6 +191,7 @@ def test_a_function_in_a_file(plans):
         ("direct", {"collective": "send"}, "world_size is 4; send"),
         ("gone.py:f", {}, "there is no file 'gone.py'"),
         ("{plans}:gone", {}, "has no function 'gone'; it has chain, deaf, star, number, other_size"),
+        ("{plans}:alone", {}, r"plans.py:alone: TypeError: alone\(\) takes 0 positional arguments but 1 was given"),
         ("{plans}", {}, "needs the name of a function behind it; it has chain"),
         ("{plans}:number", {}, "returned 5; it must return a farandole.Schedule"),
         ("{plans}:other_size", {}, "was asked for 4 ranks and returned a schedule of 5"),
@@ -178,6 +210,56 @@ def test_a_file_that_is_no_python_file_is_refused(tmp_path):
         schedules_of(f"{tmp_path}/plan.txt:f", 2)
 
 
+def test_a_schedule_without_a_name_gets_that_of_its_function(plans):
+    assert [s.name for s in schedules_of(f"{plans}:nameless", 3)] == ["nameless"]
+    assert invoke("verify", f"{plans}:nameless", "-n", 3).stdout.splitlines()[3].startswith("nameless    proved")
+    result = run_command("bench", "-e", "8", "-i", 1, "-w", 0, "-a", f"{plans}:nameless", "--json")
+    assert [row["algorithm"] for row in json.loads(result.stdout)["rows"]] == ["nameless"]
+
+
+def test_a_schedule_is_named_in_a_copy():
+    function = load_algorithm(f"{__file__}:the_same_each_time", None)
+    assert function(2).name == "the_same_each_time"
+    assert THE_SAME.name == "custom"
+
+
+THE_SAME = farandole.Schedule("all_reduce", 2, 1, [(0, 0, 0, 1, 0, 1), (0, 1, 0, 0, 0, 1)])
+
+
+def the_same_each_time(world_size):
+    return THE_SAME
+
+
+def test_an_exception_in_the_users_file_is_shown_with_the_users_frames_alone(plans, monkeypatch, capsys):
+    lines = plans.read_text().splitlines()
+    outer, inner = (
+        lines.index("    return half(world_size)") + 1,
+        lines.index("    return 1 / (world_size - world_size)") + 1,
+    )
+    for verb in ("verify", "draw"):
+        assert exit_of_main(monkeypatch, verb, f"{plans}:divided") == 2
+        first, *frames = capsys.readouterr().err.splitlines()
+        assert first == f"farandole: {plans}:{inner}: ZeroDivisionError: division by zero"
+        places = [line.strip() for line in frames if line.lstrip().startswith("File ")]
+        assert places == [f'File "{plans}", line {outer}, in divided', f'File "{plans}", line {inner}, in half']
+    with pytest.raises(ArgumentError) as caught:
+        schedules_of(f"{plans}:in_numpy", 3)
+    assert str(caught.value).count("File ") == 1
+    assert caught.value.__suppress_context__
+
+
+def test_a_file_that_cannot_be_executed_is_shown_with_its_line(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\nif x\n    pass\n")
+    with pytest.raises(ArgumentError, match=rf"^{path}:2: SyntaxError: expected ':'\n    if x$"):
+        schedules_of(f"{path}:f", 2)
+    path.write_text("x = 1\ny = z\n")
+    with pytest.raises(
+        ArgumentError, match=rf"^{path}:2: NameError: name 'z' is not defined\n  File .*, line 2, in <mod"
+    ):
+        schedules_of(f"{path}:f", 2)
+
+
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,9 +268,9 @@ def test_verify_prints_costs_next_to_bounds():
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     row = words(next(line for line in lines if line.startswith("ring")))
-    assert row.startswith("ring proved 6 6 24 6/4 S = 1.5 S 6/4 S = 1.5 S")
+    assert row.startswith("ring proved 6 6 24 3/2 S = 1.5 S 3/2 S = 1.5 S")
     assert "2(N-1) rounds; 2(N-1)/N·S sent per rank" in result.stdout
-    assert words(next(line for line in lines if line.startswith("lower bound"))) == "lower bound 2 6/4 S = 1.5 S"
+    assert words(next(line for line in lines if line.startswith("lower bound"))) == "lower bound 2 3/2 S = 1.5 S"
     assert lines[-1].startswith("1 proved")
 
 
@@ -233,6 +315,7 @@ def test_verify_as_json_is_exact():
     (outcome,) = json.loads(invoke("verify", "ring", "-n", 7, "-c", "all_reduce", "--json").stdout)
     assert outcome["sent_share_of_S"] == outcome["received_share_of_S"] == outcome["bound_share_of_S"] == "12/7"
     assert (outcome["num_rounds"], outcome["bound_num_rounds"]) == (12, 3)
+    assert outcome["root"] is None, "an all_reduce has none"
     (barrier,) = json.loads(invoke("verify", "dissemination", "-n", 5, "--json").stdout)
     assert barrier["sent_share_of_S"] is None
 
@@ -312,6 +395,46 @@ def test_run_passes_options_on(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"[0] 0 {options}", f"[1] 1 {options}"]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "hint"),
+    [
+        ([], ["-n", "3"], "-n 3"),
+        ([], ["--ranks=3", "x"], "--ranks=3"),
+        (["--prefix"], ["-n3"], "-n3"),
+        ([], ["--prefix", "x"], "--prefix"),
+        ([], ["-m"], "-m"),
+        (["-n", "1"], ["-n", "3"], None),
+        ([], ["--epochs", "-n", "3"], None),
+        ([], ["-nice"], None),
+        ([], [], None),
+    ],
+)
+def test_run_hints_at_its_own_options_behind_the_program(monkeypatch, before, after, hint):
+    started = []
+
+    def run_processes(command, world_size, **_):
+        started.append((command, world_size))
+        return JobResult()
+
+    monkeypatch.setattr(run_module, "run_processes", run_processes)
+    result = invoke("run", *before, "train.py", *after)
+    assert started == [(["train.py", *after], 1 if "1" in before else 2)]
+    note = (
+        f"farandole: note: {hint} goes to train.py, and 2 ranks are started; options of farandole run come before "
+        f"the program: farandole run {hint} train.py\n"
+    )
+    assert result.stderr == ("" if hint is None else note)
+    assert result.exit_code == 0
+
+
+def test_help_says_when_lines_mix_and_what_a_root_is_called_in_python():
+    text = words(invoke("run", "--help").stdout)
+    assert "Without --prefix, ranks write to the terminal themselves, as progress bars and colours need it" in text
+    assert "lines of several ranks may then mix" in text
+    for verb in ("verify", "draw", "bench"):
+        assert "(src or dst in Python)" in words(invoke(verb, "--help").stdout.replace("│", " "))
+
+
 def test_run_shows_the_traceback_of_the_rank_that_failed_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -364,6 +487,7 @@ def test_sizes_are_rounded_up_to_whole_counts():
         (["--op", "band"], "band has no meaning for float32"),
         (["--algorithm", "bruck"], "there is no all_reduce named 'bruck'"),
         (["--algorithm", "{plans}:deaf"], "lacks the contribution"),
+        (["-b", "900000G", "-e", "900000G"], "the largest size is 966,367,641,600,000 bytes; 2 ranks need at least"),
     ],
 )
 def test_bench_refuses_what_cannot_work_before_it_starts(plans, monkeypatch, options, message):
@@ -399,6 +523,7 @@ def with_rows(monkeypatch, *rows: Row, result: JobResult | None = None, noise: b
         return result or JobResult()
 
     monkeypatch.setattr(bench_module, "run_processes", run_processes)
+    monkeypatch.setattr(bench_module, "_available_bytes", lambda: 1 << 50)  # nothing is allocated
 
 
 RIGHT = Row(2, "one_shot", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 0))
@@ -474,6 +599,24 @@ def test_bench_runs_an_algorithm_from_a_file(plans):
     rows = [line.split() for line in result.stdout.splitlines() if line and not line.startswith("#")]
     assert [row[2] for row in rows[1:] if row[0].isdigit()] == ["chain"] * 2
     assert "# no wrong elements" in result.stdout
+
+
+def test_bench_runs_an_algorithm_with_a_root_from_a_file(plans):
+    options = ("-n", 3, "-e", "8", "-i", 1, "-w", 0, "--json")
+    result = run_command("bench", "-c", "broadcast", "--root", 2, "-a", f"{plans}:star", *options)
+    assert result.returncode == 0, result.stderr
+    assert [row["algorithm"] for row in json.loads(result.stdout)["rows"]] == ["star"]
+
+
+def test_bench_compares_with_the_memory_that_is_available(monkeypatch):
+    with_rows(monkeypatch, RIGHT)
+    monkeypatch.setattr(bench_module, "_available_bytes", lambda: 4096)
+    assert invoke("bench", "-e", "1K").exit_code == 0
+    monkeypatch.setattr(bench_module, "_available_bytes", lambda: 4095)
+    message = (
+        "1,024 bytes; 2 ranks need at least 2 x 2 times that, 4,096 bytes, and 4,095 bytes of memory are available"
+    )
+    assert message in str(invoke("bench", "-e", "1K").exception)
 
 
 def test_bench_of_a_rank_that_fails_says_which_and_why(plans):

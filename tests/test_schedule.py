@@ -107,7 +107,12 @@ def test_words_for_people() -> None:
         ((0, 0, 0, -1, 0, 0), r"transfer 1 of 2: dst is -1; it must be in 0\.\.1"),
         ((0, 0, 0, 1, 3, 0), r"transfer 1 of 2: dst_slot is 3; it must be in 0\.\.2"),
         ((0, 0, 0, 1, 0, 2), r"transfer 1 of 2: reduce is 2; it must be in 0\.\.1"),
-        ((2**31, 0, 0, 1, 0, 0), "a number that does not fit 32 bits"),
+        ((2**31, 0, 0, 1, 0, 0), r"transfer 1 of 2 is \(2147483648, 0, .* a number that does not fit 32 bits"),
+        ((-(2**63), 0, 0, 1, 0, 0), r"transfer 1 of 2 is \(-9223372036854775808, 0, .* that does not fit 32 bits"),
+        ((10**30, 0, 0, 1, 0, 0), r"transfer 1 of 2 is \(10{30}, 0, .* a number that does not fit 32 bits"),
+        ((0, 0, 0, 1, 0), r"transfer 1 of 2 is \(0, 0, 0, 1, 0\); it must be 6 integers: step, src, src_slot, dst,"),
+        ((0, 0, 0, 1, 0, None), r"transfer 1 of 2 is \(0, 0, 0, 1, 0, None\); it must be 6 integers: step, src"),
+        (None, "transfer 1 of 2 is None; it must be 6 integers: step, src"),
     ],
 )
 def test_a_transfer_out_of_range_is_refused_by_its_index_and_field(row: tuple[int, ...], message: str) -> None:
@@ -124,6 +129,12 @@ def test_a_transfer_out_of_range_is_refused_by_its_index_and_field(row: tuple[in
         ({"num_scratch": -1}, "num_scratch is -1; it must be an integer >= 0"),
         ({"root": -1}, "root is -1; it must be an integer >= 0"),
         ({"root": 2}, r"root is 2, but the ranks are 0\.\.1"),
+        ({"world_size": 10**12}, "world_size is 1000000000000; it must be at most 2147483647"),
+        ({"num_chunks": 10**12}, "num_chunks is 1000000000000; it must be at most 2147483647"),
+        ({"num_scratch": 2**31}, "num_scratch is 2147483648; it must be at most 2147483647"),
+        ({"collective": ["all_reduce"]}, r"collective is \['all_reduce'\]; it must be a name"),
+        ({"transfers": None}, "transfers is None; give a list of Transfer, which may be empty"),
+        ({"transfers": 5}, "transfers is 5; give a list of Transfer, which may be empty"),
     ],
 )
 def test_a_header_out_of_range_is_refused(header: dict[str, int], message: str) -> None:

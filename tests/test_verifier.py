@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedule_executor import keeps_promise
 
 from farandole.algorithms import ALGORITHMS, ROOTED, build, names
-from farandole.errors import MalformedScheduleError, VerificationError
+from farandole.errors import ArgumentError, MalformedScheduleError, VerificationError
 from farandole.schedule import Schedule, Transfer
 from farandole.verifier import Values, verify
 
@@ -246,6 +246,14 @@ def test_a_contribution_that_is_added_twice_is_rejected_with_its_count() -> None
     assert len(error.path) == 4, "the three transfers, and where the contribution is"
 
 
+def test_what_is_missing_and_what_is_there_twice_are_both_said() -> None:
+    error = refusal(Schedule("reduce", 4, 1, [(0, 1, 0, 0, 0, 1), (1, 1, 0, 0, 0, 1), (2, 2, 0, 0, 0, 1)]))
+    assert "lacks the contribution of rank 3 and holds the contribution of rank 1 2 times" in str(error)
+    assert error.path[-1] == "rank 3's contribution to chunk 0 is, at the end, on rank 3"
+    error = refusal(Schedule("barrier", 4, 1, [(0, 1, 0, 0, 0, 1), (1, 1, 0, 0, 0, 1), (2, 2, 0, 0, 0, 1)]))
+    assert "rank 0 chunk 0 lacks the contribution of rank 3\n" in str(error), "hearing twice does no harm in a barrier"
+
+
 def test_a_contribution_that_comes_twice_by_way_of_another_rank_is_rejected() -> None:
     error = refusal(Schedule("reduce", 3, 1, [(0, 2, 0, 1, 0, 1), (1, 1, 0, 0, 0, 1), (1, 2, 0, 0, 0, 1)], name="plan"))
     assert "plan reduce on 3 ranks: at the end, rank 0 chunk 0 holds the contribution of rank 2 2 times" in str(error)
@@ -327,11 +335,21 @@ def test_a_long_path_is_cut_to_its_last_transfers() -> None:
         (Schedule("scan", 2, 1, []), "collective is 'scan'; known are all_reduce"),
         (Schedule("all_gather", 3, 4, []), "all_gather on 3 ranks has 4 chunks; it needs a multiple of 3"),
         (Schedule("send", 3, 1, []), "send has 3 ranks; it moves from rank 0 to rank 1 of 2"),
+        (
+            Schedule("all_reduce", 10**6, 10**6, []),
+            "world_size is 1000000 and there are 1000000 slots per rank; a proof",
+        ),
+        (Schedule("barrier", 2, 1, [], num_scratch=10**9), "world_size is 2 and there are 1000000001 slots per rank"),
     ],
 )
 def test_a_collective_that_cannot_be_is_refused_before_the_proof(schedule: Schedule, message: str) -> None:
     with pytest.raises(MalformedScheduleError, match=message):
         verify(schedule)
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"schedule is None; it must be a farandole\.Schedule"):
+        verify(None)
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------

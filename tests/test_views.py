@@ -11,6 +11,7 @@ from farandole.algorithms import ALGORITHMS, ROOTED, build, names
 from farandole.errors import MalformedScheduleError
 from farandole.schedule import Schedule, Transfer
 from farandole.verifier import NOTHING, interpret
+from farandole.views import terminal
 from farandole.views.execution import execute
 from farandole.views.terminal import HeldGrid, draw_step, draw_steps, heading
 
@@ -77,6 +78,32 @@ def test_an_all_reduce_ends_with_all_contributions_everywhere(num_ranks):
     assert start == [[str(rank)] * num_ranks for rank in range(num_ranks)]
     end = rank_rows(rendered(HeldGrid(execution, execution.num_steps)))
     assert end == [["Σ"] * num_ranks] * num_ranks
+
+
+def test_the_heading_says_what_steps_and_slots_are():
+    text = " ".join(rendered(heading(build("all_reduce", "ring", 4)), width=1000))
+    assert "transfers of a step may run at the same time; each reads what its slot held when the step began" in text
+    assert "Each rank has a slot per chunk. " in text
+    text = " ".join(rendered(heading(build("all_to_all", "bruck", 4)), width=1000))
+    assert "Each rank has a slot per chunk, and behind them scratch slots, s0 and so on, for data in transit." in text
+
+
+def test_what_is_drawn_per_cell_and_step_is_looked_up_and_not_computed(monkeypatch):
+    """Of many steps with many slots: the sums over all ranks are made once, and written slots are found once."""
+    execution = execute(build("all_reduce", "ring", 16))
+    assert execution.promised is execution.promised
+    assert execution.written is execution.written
+    assert execution.promised == {(rank, chunk): (chunk, 0xFFFF) for rank in range(16) for chunk in range(16)}
+    for position, places in enumerate(execution.written):
+        assignments = execution.interpretation.assignments
+        assert places == {(a.rank, a.slot) for a in assignments if a.step == position - 1}
+    named = []
+    forms = terminal._forms
+    monkeypatch.setattr(terminal, "_forms", lambda *args: named.append(args) or forms(*args))
+    rendered(HeldGrid(execution, 5), width=160)
+    assert len(named) == 16 * 16, "each cell is named once"
+    rendered(HeldGrid(execution, 5), width=30)
+    assert len(named) == 16 * 16, "where there is no room for names none is made"
 
 
 def test_cells_name_the_contributing_ranks():

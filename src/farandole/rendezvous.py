@@ -39,6 +39,11 @@ MAX_WORLD_SIZE = 256
 _LONGEST_WAIT_S = 2e6
 """What the system calls take at most: 23 days."""
 
+_RETRY_S = 0.05
+
+_SERVED_MEETING = "meeting"
+"""The key that says which meeting a store is for, if rank 0 serves it."""
+
 _num_joins = 0
 """Meetings of this job that this process took part in. A meeting fails for all of its ranks or for none: so all count
 alike, and the n-th that one rank comes to is the n-th of every other."""
@@ -51,14 +56,14 @@ class Identity:
     Attributes:
         rank, world_size: in the job.
         store: where the store is served.
-        serves: True if this process must serve the store itself.
+        rank_0_serves: True if rank 0 serves the store, a new one for each meeting; else it is there as long as the job.
         secret: of the job.
     """
 
     rank: int
     world_size: int
     store: Address
-    serves: bool
+    rank_0_serves: bool
     secret: bytes
 
 
@@ -77,7 +82,7 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
     if not 0 <= rank < world_size:
         raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
     secret = environment.get("FARANDOLE_SECRET", "").encode()
-    serves = False
+    rank_0_serves = False
     if "TORCHELASTIC_RUN_ID" in environment and "FARANDOLE_RENDEZVOUS" not in environment:
         raise RendezvousError(
             "this process was started by torchrun, and farandole does not start under torchrun yet: its agent holds "
@@ -89,7 +94,7 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
     elif "MASTER_ADDR" in environment:
         host = environment["MASTER_ADDR"]
         port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
-        serves = rank == 0
+        rank_0_serves = True
     else:
         raise RendezvousError(
             "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run' (in place of torchrun or "
@@ -101,7 +106,7 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
             f"the ranks meet at {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same "
             f"long random text on all ranks"
         )
-    return Identity(rank, world_size, (host, port), serves, secret)
+    return Identity(rank, world_size, (host, port), rank_0_serves, secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +205,46 @@ def join(identity: Identity, timeout_s: float) -> Membership:
             or one of the others gave up on this meeting.
     """
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+    limit = time.monotonic() + timeout_s
+    number = _num_joins
+    serves = identity.rank_0_serves and identity.rank == 0
     with contextlib.ExitStack() as stack:
-        number = _num_joins
-        if identity.serves:
+        if serves:
             server = StoreServer(identity.store, identity.secret)
             stack.callback(server.close)
-            for earlier in range(number):  # this store is new, and a late rank may still come to a meeting that failed
-                server.set(f"{earlier}/failed", "rank 0 has given up on this meeting; call farandole.init() again")
-        limit = time.monotonic() + timeout_s
-        client = StoreClient(identity.store, identity.secret, timeout_s)
+            server.set(_SERVED_MEETING, str(number))
+        client = _connect(identity, number, limit, timeout_s)
         stack.callback(client.close)
         meeting = _Meeting(client, identity, number, limit, timeout_s)
         membership = _meet(meeting)
-        if identity.serves:
+        if serves:
             meeting.get_all("left", "left the rendezvous")
         return membership
+
+
+def _connect(identity: Identity, number: int, limit: float, timeout_s: float) -> StoreClient:
+    """A connection to the store of this meeting. That of the one before may still be served at the same address, until
+    all ranks have left it."""
+    global _num_joins
+    while True:
+        client = StoreClient(identity.store, identity.secret, max(0.0, limit - time.monotonic()))
+        if not identity.rank_0_serves:
+            return client
+        try:
+            served = client.get(_SERVED_MEETING, max(0.0, limit - time.monotonic()))
+        except RendezvousError:  # it has just closed
+            served = None
+        if served == str(number):
+            return client
+        client.close()
+        if served is not None and int(served) > number:
+            _num_joins += 1
+            raise RendezvousError(
+                "rank 0 has given up on this meeting, as this rank did not come in time; call farandole.init() again"
+            )
+        if time.monotonic() > limit:
+            raise RendezvousError(f"rank {identity.rank} waited {timeout_s:g} s for rank 0 to serve the next meeting")
+        time.sleep(_RETRY_S)
 
 
 def tell_of_end(store: StoreServer, rank: int) -> None:

@@ -19,17 +19,23 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from farandole.errors import MalformedScheduleError
 
-__all__ = ["COLUMNS", "Schedule", "Transfer"]
+__all__ = ["COLUMNS", "UNNAMED", "Schedule", "Transfer"]
 
 COLUMNS = ("step", "src", "src_slot", "dst", "dst_slot", "reduce")
 """The columns of a schedule, in the order of the fields of `Transfer`."""
+
+UNNAMED = "custom"
+"""The name of a schedule that was given none."""
+
+_MAX_INT32 = 2**31 - 1
+_FIELDS = f"{len(COLUMNS)} integers: {', '.join(COLUMNS)}"
 
 
 class Transfer(NamedTuple):
@@ -78,7 +84,7 @@ class Schedule:
         *,
         num_scratch: int = 0,
         root: int = 0,
-        name: str = "custom",
+        name: str = UNNAMED,
     ) -> None:
         self.collective = collective
         self.world_size = world_size
@@ -145,10 +151,14 @@ class Schedule:
         )
 
     def _require_sane_header(self) -> None:
+        if not isinstance(self.collective, str):
+            raise MalformedScheduleError(f"collective is {self.collective!r}; it must be a name, e.g. 'all_reduce'")
         for field, minimum in (("world_size", 1), ("num_chunks", 1), ("num_scratch", 0), ("root", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
                 raise MalformedScheduleError(f"{field} is {value!r}; it must be an integer >= {minimum}")
+            if value > _MAX_INT32:
+                raise MalformedScheduleError(f"{field} is {value!r}; it must be at most {_MAX_INT32}")
             setattr(self, field, int(value))
         if self.root >= self.world_size:
             raise MalformedScheduleError(f"root is {self.root}, but the ranks are 0..{self.world_size - 1}")
@@ -166,18 +176,41 @@ class Schedule:
 
 
 def _as_rows(transfers: Iterable[Transfer | tuple[int, ...]] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-    rows = transfers if isinstance(transfers, np.ndarray) else list(transfers)
-    try:
-        wide = np.asarray(rows)
-    except (ValueError, OverflowError) as error:
-        raise MalformedScheduleError(f"transfers must be rows of {len(COLUMNS)} integers: {error}") from error
+    if isinstance(transfers, np.ndarray):
+        wide = transfers
+    else:
+        if not isinstance(transfers, Iterable):
+            raise MalformedScheduleError(f"transfers is {transfers!r}; give a list of Transfer, which may be empty")
+        rows = list(transfers)
+        try:
+            wide = np.asarray(rows)
+        except (ValueError, OverflowError):  # rows of several lengths
+            raise _wrong_row(rows) from None
+        if wide.dtype == object:
+            raise _wrong_row(rows)
     if wide.size == 0:
         return np.empty((0, len(COLUMNS)), dtype=np.int32)
     if wide.ndim != 2 or wide.shape[1] != len(COLUMNS) or wide.dtype.kind not in "iu":
         raise MalformedScheduleError(
-            f"transfers have shape {wide.shape} and dtype {wide.dtype}; each must be {len(COLUMNS)} integers: "
-            f"{', '.join(COLUMNS)}"
+            f"transfers have shape {wide.shape} and dtype {wide.dtype}; each must be {_FIELDS}"
         )
-    if wide.max() > np.iinfo(np.int32).max or wide.min() < np.iinfo(np.int32).min:
-        raise MalformedScheduleError("a transfer holds a number that does not fit 32 bits")
+    if wide.max() > _MAX_INT32 or wide.min() < -_MAX_INT32:
+        index = int(np.flatnonzero(((wide > _MAX_INT32) | (wide < -_MAX_INT32)).any(axis=1))[0])
+        raise MalformedScheduleError(
+            f"transfer {index} of {len(wide)} is {tuple(wide[index].tolist())}; it holds a number that does not fit 32 "
+            f"bits"
+        )
     return wide.astype(np.int32)
+
+
+def _wrong_row(rows: list[Any]) -> MalformedScheduleError:
+    """The first row that numpy could not make a row of six integers of."""
+    for index, row in enumerate(rows):
+        is_row = isinstance(row, Iterable) and len(numbers := list(row)) == len(COLUMNS)
+        if not is_row or not all(isinstance(number, (int, np.integer)) for number in numbers):
+            return MalformedScheduleError(f"transfer {index} of {len(rows)} is {row!r:.80}; it must be {_FIELDS}")
+        if any(abs(number) > _MAX_INT32 for number in numbers):
+            return MalformedScheduleError(
+                f"transfer {index} of {len(rows)} is {row!r:.80}; it holds a number that does not fit 32 bits"
+            )
+    return MalformedScheduleError(f"transfers must be rows of {_FIELDS}")

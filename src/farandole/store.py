@@ -2,7 +2,8 @@
 
 One process serves it; the others set keys and wait for keys. Connections are those of `multiprocessing.connection`,
 whose challenge-response over the job's secret (HMAC, both ways) comes before anything else is read. Messages are JSON,
-never pickle.
+never pickle. Whoever connects and proves nothing costs little: it is dropped after 10 seconds, and earlier if others
+come that have proved nothing either.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from farandole.errors import RendezvousError
 
-__all__ = ["Address", "StoreClient", "StoreServer"]
+__all__ = ["MAX_UNPROVED", "Address", "StoreClient", "StoreServer"]
 
 Address = tuple[str, int]
+
+MAX_UNPROVED = 256
+"""Connections that have not yet proved the secret; one more, and the oldest of them is dropped."""
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _HANDSHAKE_S = 10.0
@@ -43,49 +47,81 @@ class StoreServer:
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._unproved: dict[Connection, None] = {}  # oldest first
+        self._unproved_lock = threading.Lock()
         self.num_refused = 0
         try:
-            self._listener = Listener(address, backlog=1024)
+            self._listener = socket.create_server(address, backlog=1024)
         except OSError as error:
             raise RendezvousError(
                 f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; is another job "
                 f"using the port?"
             ) from error
-        host, port = self._listener.address
+        host, port = self._listener.getsockname()
         self.address: Address = (host, port)
-        threading.Thread(target=self._accept, name="farandole-store", daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, name="farandole-store", daemon=True)
+        self._acceptor.start()
+
+    def set(self, key: str, value: str) -> str:
+        """Set ``key``, for all to see, unless it has been set before. Returns the value that stands."""
+        with self._changed:
+            standing = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return standing
 
     def close(self) -> None:
         """Stop serving. Clients that still wait for a key are disconnected."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=1):
-            pass  # lets accept() return, so that it sees that we are closing
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # lets accept() return
+        self._acceptor.join()
         self._listener.close()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
             try:
-                connection = self._listener.accept()
-            except OSError:
+                stream, _ = self._listener.accept()
+            except OSError:  # we are closing; or there is no descriptor left, and there may be one soon
+                self._closing.wait(_RETRY_S)
                 continue
-            if self._closing.is_set():
+            connection = Connection(stream.detach())
+            self._admit(connection)
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="farandole-store-client", daemon=True
+                ).start()
+            except RuntimeError:  # there can be no more threads now; an honest client comes again
+                self._dismiss(connection)
                 connection.close()
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="farandole-store-client", daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Let a connection prove the secret, if need be in place of the one that has not done so for the longest."""
+        with self._unproved_lock:
+            self._unproved[connection] = None
+            if len(self._unproved) > MAX_UNPROVED:
+                oldest = next(iter(self._unproved))
+                del self._unproved[oldest]
+                _shut_down(oldest)  # not closed before it is dismissed, which waits for the lock
+
+    def _dismiss(self, connection: Connection) -> None:
+        with self._unproved_lock:
+            self._unproved.pop(connection, None)
 
     def _serve(self, connection: Connection) -> None:
         with contextlib.closing(connection):
-            if not self._is_trusted(connection):
+            is_trusted = self._is_trusted(connection)
+            self._dismiss(connection)
+            if not is_trusted:
                 self.num_refused += 1
                 return
             try:
                 while True:
                     request = json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
                     connection.send_bytes(json.dumps(self._answer(request)).encode())
-            except (EOFError, OSError):
-                return  # the client is done, or gone
+            except Exception:
+                return  # the client is done, or gone, or asks what makes no sense: that ends its connection alone
 
     def _is_trusted(self, connection: Connection) -> bool:
         try:
@@ -97,15 +133,20 @@ class StoreServer:
         return True
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        key = str(request["key"])
+        if "value" in request:
+            return {"value": self.set(str(request["key"]), str(request["value"]))}
+        keys = list(map(str, request["keys"]))
+        wanted, unless = set(keys), set(map(str, request["unless"]))
+
+        def is_settled() -> bool:
+            values = self._values.keys()
+            return wanted <= values or not unless.isdisjoint(values)
+
         with self._changed:
-            if "value" in request:
-                standing = self._values.setdefault(key, str(request["value"]))
-                self._changed.notify_all()
-                return {"value": standing}
-            timeout_s = float(request["timeout_s"])
-            self._changed.wait_for(lambda: key in self._values or self._closing.is_set(), timeout_s)
-            return {"value": self._values.get(key)}
+            self._changed.wait_for(lambda: is_settled() or self._closing.is_set(), float(request["timeout_s"]))
+            if self._closing.is_set() and not is_settled():
+                raise EOFError("closing")
+            return {"values": [self._values.get(key) for key in keys]}
 
 
 class StoreClient:
@@ -131,8 +172,14 @@ class StoreClient:
 
     def get(self, key: str, timeout_s: float) -> str | None:
         """The value of ``key`` once somebody has set it; None if nobody has within ``timeout_s`` seconds."""
-        value: str | None = self._ask({"key": key, "timeout_s": timeout_s})["value"]
+        (value,) = self.get_all([key], timeout_s)
         return value
+
+    def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
+        """The values of ``keys`` once all are set; None for those that nobody has set within ``timeout_s`` seconds, or
+        by the time that any of ``unless`` is set."""
+        values: list[str | None] = self._ask({"keys": keys, "unless": unless, "timeout_s": timeout_s})["values"]
+        return values
 
     def close(self) -> None:
         """Disconnect."""
@@ -146,8 +193,10 @@ class StoreClient:
                     raise OSError("it gives no answer")
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
             except (EOFError, OSError) as error:
+                self.close()  # a late answer must not be taken for that to the next request
                 raise RendezvousError(
-                    f"the process that served the rendezvous of this job has ended, or is stopped ({str(error) or 'closed'})"
+                    f"the process that served the rendezvous of this job has ended, or is stopped "
+                    f"({str(error) or 'closed'})"
                 ) from error
         return answer
 
@@ -199,10 +248,13 @@ def _limited(connection: Connection, seconds: float) -> Iterator[None]:
         yield
     finally:
         watchdog.cancel()
+        watchdog.join()  # whoever closes the connection next must not do so under its hands
 
 
 def _shut_down(connection: Connection) -> None:
     with contextlib.suppress(OSError):
-        duplicate = socket.socket(fileno=connection.fileno())
-        duplicate.shutdown(socket.SHUT_RDWR)
-        duplicate.detach()
+        stream = socket.socket(fileno=connection.fileno())
+        try:
+            stream.shutdown(socket.SHUT_RDWR)
+        finally:
+            stream.detach()  # or else the descriptor would be closed with it

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from farandole.collectives import Promise, is_reducing, promise_of
-from farandole.errors import VerificationError
+from farandole.errors import ArgumentError, MalformedScheduleError, VerificationError
 from farandole.schedule import Schedule
 
 __all__ = ["Assignment", "Interpretation", "Values", "interpret", "verify"]
@@ -30,6 +30,9 @@ NOTHING = -1
 """The value of a slot that nothing was ever put into."""
 
 _PATH_LINES = 12
+
+_MAX_SLOTS = 1 << 22
+"""Slots of all ranks together that a proof keeps track of; more would fill memory."""
 
 
 class Values:
@@ -137,7 +140,9 @@ def verify(schedule: Schedule) -> Interpretation:
         The execution that is the proof; lowering and views go on from it.
 
     Raises:
-        MalformedScheduleError: the collective is unknown or its chunks do not divide among the ranks.
+        ArgumentError: ``schedule`` is no `Schedule`.
+        MalformedScheduleError: the collective is unknown, its chunks do not divide among the ranks, or it has more
+            slots than can be kept track of.
         VerificationError: the schedule breaks its promise; carries rank, chunk, transfer and the path that led there.
     """
     interpretation = interpret(schedule)
@@ -149,8 +154,16 @@ def interpret(schedule: Schedule) -> Interpretation:
     """Execute ``schedule`` on values, step by step, without asking whether the outcome is right.
 
     Raises:
+        ArgumentError, MalformedScheduleError: as in `verify`.
         VerificationError: a transfer reads an empty slot, mixes chunks, or contradicts another in its step.
     """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"schedule is {schedule!r:.80}; it must be a farandole.Schedule")
+    if schedule.world_size * schedule.num_slots > _MAX_SLOTS:
+        raise MalformedScheduleError(
+            f"world_size is {schedule.world_size} and there are {schedule.num_slots} slots per rank; a proof keeps "
+            f"track of at most {_MAX_SLOTS} slots of all ranks together: take fewer chunks, or fewer ranks"
+        )
     promise = promise_of(schedule)
     values = Values()
     state = {(rank, slot): values.leaf(chunk, rank) for (rank, slot), chunk in promise.before.items()}
@@ -232,18 +245,16 @@ def _require_promise_kept(interpretation: Interpretation) -> None:
             wanted = _name_chunk(interpretation.schedule, chunk)
             raise _ends_wrong(interpretation, rank, slot, f"holds {held} in place of {wanted}")
         missing = [r for r in contributors if not values.ranks[value] >> r & 1]
-        if missing:
-            raise _ends_wrong(
-                interpretation, rank, slot, f"lacks the contribution of {_name_ranks(missing)}", missing[0]
-            )
+        doubled = 0 if promise.duplicates_allowed else values.doubled[value]
+        problems = [f"lacks the contribution of {_name_ranks(missing)}"] if missing else []
+        twice = (doubled & -doubled).bit_length() - 1
+        if doubled:
+            problems.append(f"holds the contribution of rank {twice} {values.times(value, twice)} times")
+        if problems:
+            contributor = missing[0] if missing else twice
+            raise _ends_wrong(interpretation, rank, slot, " and ".join(problems), contributor)
         if promise.duplicates_allowed:
             continue
-        if values.doubled[value]:
-            twice = (values.doubled[value] & -values.doubled[value]).bit_length() - 1
-            count = values.times(value, twice)
-            raise _ends_wrong(
-                interpretation, rank, slot, f"holds the contribution of rank {twice} {count} times", twice
-            )
         first_rank, first_value = fold_of_chunk.setdefault(chunk, (rank, value))
         if first_value != value:
             problem = f"was added up in another order than on rank {first_rank}, so their last bits may differ"

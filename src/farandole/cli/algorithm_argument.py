@@ -2,34 +2,50 @@
 
 ``ring`` is every collective that has an algorithm of that name. ``plans/mine.py:all_reduce`` is the function
 ``all_reduce`` of that file; it is called with the world size, and with the root if it takes one as its second argument,
-and returns a `Schedule`.
+and returns a `Schedule`. What goes wrong in that file is shown as the user's own, without the frames of farandole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import farandole
 from farandole.algorithms import ALGORITHMS, ROOTED, build, names
-from farandole.errors import ArgumentError
-from farandole.schedule import Schedule
+from farandole.errors import ArgumentError, FarandoleError
+from farandole.schedule import UNNAMED, Schedule
 
-__all__ = ["CollectiveOption", "RanksOption", "RootOption", "is_file", "load_function", "schedules_of"]
+__all__ = ["CollectiveOption", "RanksOption", "RootOption", "is_file", "load_algorithm", "schedules_of"]
 
-RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, metavar="N", help="Number of ranks.")]
+_MAX_RANKS = 1024
+"""More take so many transfers that making and proving them would fill memory."""
+
+_NUM_FRAMES = 5
+
+RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, max=_MAX_RANKS, metavar="N", help="Number of ranks.")]
 CollectiveOption = Annotated[
     str | None,
     typer.Option("-c", "--collective", metavar="NAME", help=f"Only this collective: {', '.join(ALGORITHMS)}."),
 ]
 RootOption = Annotated[
     int | None,
-    typer.Option("--root", min=0, metavar="R", help=f"Root of {', '.join(sorted(ROOTED))}.", show_default="0"),
+    typer.Option(
+        "--root",
+        min=0,
+        metavar="R",
+        help=f"Root of {', '.join(sorted(ROOTED))} (src or dst in Python).",
+        show_default="0",
+    ),
 ]
 
 
@@ -49,7 +65,10 @@ def schedules_of(
         MalformedScheduleError: there is no such collective, or it has no algorithm of that name.
     """
     if algorithm is not None and is_file(algorithm):
-        return [_call(load_function(algorithm), algorithm, world_size, collective, root)]
+        schedule = load_algorithm(algorithm, root)(world_size)
+        if collective is not None and schedule.collective != collective:
+            raise ArgumentError(f"{algorithm} returned a schedule for {schedule.collective}, not for {collective}")
+        return [schedule]
     if collective is not None:
         chosen = [(collective, name) for name in ([algorithm] if algorithm else names(collective))]
     else:
@@ -72,12 +91,75 @@ def is_file(algorithm: str) -> bool:
     return ":" in algorithm or algorithm.endswith(".py")
 
 
-def load_function(algorithm: str) -> Callable[..., Any]:
-    """The function that PATH.py:FUNCTION names. The file is executed, with its folder on sys.path as for a script.
+def load_algorithm(algorithm: str, root: int | None) -> Callable[[int], Schedule]:
+    """The function that PATH.py:FUNCTION names, as a function of the world size alone.
+
+    The file is executed, with its folder on sys.path as for a script. A schedule that has no name of its own gets that
+    of the function.
+
+    Args:
+        algorithm: PATH.py:FUNCTION.
+        root: for a function that takes one; None is rank 0.
 
     Raises:
-        ArgumentError: the file or the function does not exist.
+        ArgumentError: the file or the function does not exist, or the file cannot be executed; or, from the function
+            returned: it raises an exception, or returns anything but a schedule for this world size.
     """
+    function = _load_function(algorithm)
+    takes_root = _takes_root(function)
+    if root and not takes_root:
+        raise ArgumentError(
+            f"root is {root}, but {algorithm} takes the world size alone; give it a second argument, root"
+        )
+
+    def build_schedule(world_size: int) -> Schedule:
+        with _errors_shown_as_the_users_own(algorithm):
+            schedule = function(world_size, root or 0) if takes_root else function(world_size)
+        if not isinstance(schedule, Schedule):
+            raise ArgumentError(f"{algorithm} returned {schedule!r:.60}; it must return a farandole.Schedule")
+        if schedule.world_size != world_size:
+            raise ArgumentError(
+                f"{algorithm} was asked for {world_size} ranks and returned a schedule of {schedule.world_size}"
+            )
+        if schedule.name == UNNAMED:
+            schedule = copy.copy(schedule)
+            schedule.name = algorithm.rpartition(":")[2]
+        return schedule
+
+    return build_schedule
+
+
+@contextlib.contextmanager
+def _errors_shown_as_the_users_own(algorithm: str) -> Iterator[None]:
+    try:
+        yield
+    except FarandoleError:
+        raise
+    except Exception as error:
+        raise ArgumentError(_in_the_users_file(error, algorithm)) from None
+
+
+def _in_the_users_file(error: Exception, algorithm: str) -> str:
+    """The exception with its place, and the frames that are the user's own."""
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        what = f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{what}\n    {error.text.strip()}" if error.text else what
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_the_users(frame.filename)]
+    if not frames:
+        return f"{algorithm}: {what}"
+    shown = "".join(traceback.format_list(frames[-_NUM_FRAMES:])).rstrip()
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {what}\n{shown}"
+
+
+def _is_the_users(filename: str) -> bool:
+    others = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others.append(Path(farandole.__file__).parent)
+    path = Path(filename)
+    return path.is_file() and not any(path.is_relative_to(other) for other in others)  # frozen modules have no file
+
+
+def _load_function(algorithm: str) -> Callable[..., Any]:
     path_text, _, function_name = algorithm.rpartition(":") if ":" in algorithm else (algorithm, "", "")
     path = Path(path_text)
     if not path.is_file():
@@ -91,7 +173,8 @@ def load_function(algorithm: str) -> Callable[..., Any]:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
+    with _errors_shown_as_the_users_own(algorithm):
+        spec.loader.exec_module(module)
     function = getattr(module, function_name, None) if function_name else None
     if not callable(function):
         own = [name for name, value in vars(module).items() if _is_own_function(value, module_name)]
@@ -104,26 +187,6 @@ def load_function(algorithm: str) -> Callable[..., Any]:
 
 def _is_own_function(value: object, module_name: str) -> bool:
     return inspect.isfunction(value) and value.__module__ == module_name and not value.__name__.startswith("_")
-
-
-def _call(
-    function: Callable[..., Any], described: str, world_size: int, collective: str | None, root: int | None
-) -> Schedule:
-    takes_root = _takes_root(function)
-    if root and not takes_root:
-        raise ArgumentError(
-            f"root is {root}, but {described} takes the world size alone; give it a second argument, root"
-        )
-    schedule = function(world_size, root or 0) if takes_root else function(world_size)
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(f"{described} returned {schedule!r:.60}; it must return a farandole.Schedule")
-    if schedule.world_size != world_size:
-        raise ArgumentError(
-            f"{described} was asked for {world_size} ranks and returned a schedule of {schedule.world_size}"
-        )
-    if collective is not None and schedule.collective != collective:
-        raise ArgumentError(f"{described} returned a schedule for {schedule.collective}, not for {collective}")
-    return schedule
 
 
 def _takes_root(function: Callable[..., Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,7 +51,10 @@ def bench(
         str, typer.Option("-d", "--dtype", metavar="NAME", help=f"One of {', '.join(DTYPES)}.")
     ] = "float32",
     op: Annotated[str, typer.Option("-o", "--op", metavar="NAME", help=f"One of {', '.join(REDUCE_OPS)}.")] = "sum",
-    root: Annotated[int, typer.Option("--root", min=0, help="Root of broadcast, reduce, gather and scatter.")] = 0,
+    root: Annotated[
+        int,
+        typer.Option("--root", min=0, help="Root of broadcast, reduce, gather and scatter (src or dst in Python)."),
+    ] = 0,
     algorithm: Annotated[
         str | None,
         typer.Option(
@@ -131,7 +135,29 @@ def _checked_counts(
             error = prove(schedule).error
             if error is not None:
                 raise error
-    return counts_between(collective, ranks, element.itemsize, min_bytes, max_bytes, factor)
+    counts = counts_between(collective, ranks, element.itemsize, min_bytes, max_bytes, factor)
+    _require_memory(ranks, max(counts) * element.itemsize)
+    return counts
+
+
+def _require_memory(ranks: int, largest_bytes: int) -> None:
+    """Refuse what cannot fit: while data are filled in, each rank holds the largest buffer twice, and often more."""
+    needed = 2 * ranks * largest_bytes
+    available = _available_bytes()
+    if needed > available:
+        raise ArgumentError(
+            f"the largest size is {largest_bytes:,} bytes; {ranks} ranks need at least 2 x {ranks} times that, "
+            f"{needed:,} bytes, and {available:,} bytes of memory are available; choose a smaller --max-bytes"
+        )
+
+
+def _available_bytes() -> int:
+    """What the kernel says can be allocated without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")  # every Linux since 3.14 has it
 
 
 def counts_between(

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 import farandole
+from farandole.algorithms import ROOTED
 from farandole.calls import Algorithm
-from farandole.cli.algorithm_argument import is_file, load_function
+from farandole.cli.algorithm_argument import is_file, load_algorithm
 from farandole.cli.bench_check import contribution, count_wrong, neutral, numpy_dtype, reduced
 from farandole.cli.bench_settings import Measurement, Row, Settings
 from farandole.collectives import is_parted, is_reducing
@@ -59,7 +60,8 @@ class Bench:
         self.dtype = numpy_dtype(settings.dtype)
         self.algorithm: Algorithm | None = settings.algorithm
         if settings.algorithm is not None and is_file(settings.algorithm):
-            self.algorithm = load_function(settings.algorithm)
+            root = settings.root if settings.collective in ROOTED else None
+            self.algorithm = load_algorithm(settings.algorithm, root)
 
     def measure(self, count: int) -> Row:
         """One row. Called by all ranks."""

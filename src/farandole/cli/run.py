@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,18 +14,28 @@ from farandole.launch import JobResult, run_processes
 __all__ = ["report_failure", "run"]
 
 
+_OWN_OPTIONS = re.compile(r"-n\d*|-m|--(ranks|prefix|module)(=.*)?")
+
+
 def run(
     command: Annotated[list[str], typer.Argument(help="A Python script, or any program, with its arguments.")],
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of ranks to start.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, help="Number of ranks to start.", show_default="2")
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="The command is a Python module, as in python -m.")
     ] = False,
-    prefix: Annotated[bool, typer.Option("--prefix", help="Put the rank before every line of output.")] = False,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Put the rank before every line of output, and keep lines whole.")
+    ] = False,
 ) -> None:
     """Run a program on several ranks of this machine; one that fails ends all.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK and the job's rendezvous in its environment, and calls
     farandole.init(). Options of farandole run come before the program; all that follows it is the program's own.
+
+    Without --prefix, ranks write to the terminal themselves, as progress bars and colours need it; lines of several
+    ranks may then mix. With --prefix they write to farandole run, which prints whole lines.
 
     Examples:
 
@@ -31,9 +43,24 @@ def run(
         farandole run -n 2 --prefix -m my_package.train
         farandole run -n 2 -- ./my_program --its-own-option
     """
+    if ranks is None:
+        ranks = 2
+        _hint_at_misplaced_option(command, ranks)
     result = run_processes(command, ranks, module=module, on_line=_print_line if prefix else None)
     report_failure(result, ranks)
     raise typer.Exit(result.exit_code)
+
+
+def _hint_at_misplaced_option(command: Sequence[str], ranks: int) -> None:
+    program, *arguments = command
+    if not arguments or not _OWN_OPTIONS.fullmatch(arguments[0]):
+        return
+    misplaced = " ".join(arguments[:2] if arguments[0] in ("-n", "--ranks") else arguments[:1])
+    print(
+        f"farandole: note: {misplaced} goes to {program}, and {ranks} ranks are started; options of farandole run come "
+        f"before the program: farandole run {misplaced} {program}",
+        file=sys.stderr,
+    )
 
 
 def report_failure(result: JobResult, ranks: int) -> None:

@@ -156,7 +156,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "collective": schedule.collective,
         "algorithm": schedule.name,
         "world_size": schedule.world_size,
-        "root": schedule.root,
+        "root": schedule.root if schedule.collective in algorithms.ROOTED else None,
         "proved": error is None,
         "counterexample": counterexample,
         "num_steps": schedule.num_steps,
@@ -206,7 +206,7 @@ def _table(outcomes: Sequence[Outcome], *, wide: bool) -> Table:
     schedule = outcomes[0].schedule
     of_root = f", root {schedule.root}" if schedule.collective in algorithms.ROOTED else ""
     bound_rounds, bound_share = _bound(schedule)
-    bound = _share(bound_share, schedule.world_size, wide=wide)
+    bound = _share(bound_share, wide=wide)
     # A reduce or gather is bounded by what its root receives, all else by what someone sends.
     receiving = schedule.collective in ("reduce", "gather")
     table = Table(
@@ -243,7 +243,7 @@ def _cells(outcome: Outcome, *, wide: bool) -> Iterable[RenderableType]:
     yield str(_num_rounds(schedule))
     yield str(len(schedule))
     for end in ("src", "dst"):
-        yield _share(_busiest_share(schedule, end), schedule.num_chunks, wide=wide)
+        yield _share(_busiest_share(schedule, end), wide=wide)
     yield f"{outcome.proof_s * 1e3:.1f} ms"
     if wide:
         yield _closed_form(schedule) or ""
@@ -258,15 +258,12 @@ def _closed_forms(forms: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def _share(share: Fraction | None, denominator: int, *, wide: bool) -> str:
-    """A share of S over the number of chunks, as the formulas have it: 2(N-1)/N is 6/4 for N = 4."""
+def _share(share: Fraction | None, *, wide: bool) -> str:
     if share is None:
         return "-"
     if share.denominator == 1:
         return "0" if share == 0 else "S" if share == 1 else f"{share} S"
-    scale = max(1, denominator // share.denominator)
-    exact = f"{share.numerator * scale}/{share.denominator * scale} S"
-    return f"{exact} = {float(share):.4g} S" if wide else exact
+    return f"{share} S = {float(share):.4g} S" if wide else f"{share} S"
 
 
 def _count(number: int, noun: str) -> str:

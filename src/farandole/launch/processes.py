@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import selectors
 import shutil
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +22,14 @@ from types import FrameType
 from typing import IO
 
 from farandole.errors import ArgumentError
-from farandole.rendezvous import MAX_WORLD_SIZE
-from farandole.store import StoreServer
+from farandole.rendezvous import MAX_WORLD_SIZE, tell_of_end
+from farandole.store import MAX_UNPROVED, StoreServer
 
 __all__ = ["JobResult", "RankFailure", "run_processes"]
 
 _GRACE_S = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SPARE_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,9 @@ def run_processes(
 ) -> JobResult:
     """Run ``command`` as a job of ``world_size`` ranks and wait until all have ended.
 
+    While it runs, a signal that asks this process to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT) ends the job; in a thread
+    other than the main one, where Python allows no handlers, signals do what they did before.
+
     Args:
         command: a Python script (ending in .py) or any program, with its arguments; with ``module``, the name of a
             Python module.
@@ -97,10 +103,12 @@ def run_processes(
         environment: of the ranks, to which the job's own variables are added; None takes this process's.
 
     Returns:
-        How the job ended. No process of it is left, whatever happened.
+        How the job ended. No rank is left, nor anything that a rank started and that stayed in its process group. (Of a
+        launcher that SIGKILL ends, no rank is left either; but what the ranks started themselves may live on.)
 
     Raises:
-        ArgumentError: there is nothing to run, no such script or program, or world_size is not in 1..256.
+        ArgumentError: there is nothing to run, no such script or program, world_size is not in 1..256, or this process
+            may not open as many files as the job needs.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"the number of ranks is {world_size}; it must be in 1..{MAX_WORLD_SIZE}")
@@ -108,7 +116,7 @@ def run_processes(
         raise ArgumentError("there is nothing to run; name a script, e.g. farandole run -n 2 train.py")
     child = _child_command(command, module)
     job = _Job(world_size, on_line)
-    with job.signals(), contextlib.ExitStack() as stack:
+    with job.signals(), _descriptors_for(world_size, on_line is not None), contextlib.ExitStack() as stack:
         secret = secrets.token_hex(32)
         server = StoreServer(("127.0.0.1", 0), secret.encode())
         stack.callback(server.close)
@@ -124,7 +132,28 @@ def run_processes(
             if job.signal is not None:  # told to end before all had begun
                 break
             job.start(rank, child, base)
-        return job.watch()
+        return job.watch(server)
+
+
+@contextlib.contextmanager
+def _descriptors_for(world_size: int, has_pipes: bool) -> Iterator[None]:
+    """Allow this process to open as many files as the job needs, and no longer than it needs them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    per_rank = 5 if has_pipes else 3  # its output, its errors, its end, and its connection to the store
+    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + per_rank * world_size + _SPARE_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ArgumentError(
+            f"a job of {world_size} ranks needs {needed} open files, and this process may have {hard}; raise the limit "
+            f"with ulimit -n {needed}, or start fewer ranks"
+        )
+    wanted = needed + MAX_UNPROVED  # strangers at the store must not take what the ranks need
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _free_port() -> int:
@@ -169,7 +198,8 @@ class _Job:
             with contextlib.suppress(BlockingIOError):
                 os.write(self.wake_write, b"!")
 
-        before = {number: signal.signal(number, remember) for number in _SIGNALS}
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, remember) for number in _SIGNALS if in_main_thread}
         try:
             yield
         finally:
@@ -181,6 +211,7 @@ class _Job:
 
     def start(self, rank: int, command: list[str], base: Mapping[str, str]) -> None:
         errors_read, errors_write = os.pipe()
+        errors = os.fdopen(errors_read, "rb", buffering=0)
         environment = {
             **base,
             "RANK": str(rank),
@@ -201,9 +232,12 @@ class _Job:
                 pass_fds=(errors_write,),
                 start_new_session=True,  # so that all it starts can be ended with it
             )
+        except BaseException:
+            errors.close()
+            raise
         finally:
             os.close(errors_write)
-        entry = _Rank(rank, process, os.fdopen(errors_read, "rb", buffering=0))
+        entry = _Rank(rank, process, errors)
         self.ranks.append(entry)
         self.selector.register(entry.errors, selectors.EVENT_READ, (entry, "errors"))
         self.selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (entry, "end"))
@@ -213,8 +247,9 @@ class _Job:
                 os.set_blocking(stream.fileno(), False)
                 self.selector.register(stream, selectors.EVENT_READ, (entry, name))
 
-    def watch(self) -> JobResult:
-        """Wait until all ranks have ended, or one has failed, or a signal came."""
+    def watch(self, store: StoreServer) -> JobResult:
+        """Wait until all ranks have ended, or one has failed, or a signal came. Ranks that wait at the store for one
+        that has ended are told there."""
         running = {entry.rank for entry in self.ranks}
         while running and self.signal is None:
             for key, _ in self.selector.select():
@@ -229,6 +264,7 @@ class _Job:
                 running.discard(entry.rank)
                 if _exit_code(entry.process):
                     return JobResult(failure=self._first_failure())
+                tell_of_end(store, entry.rank)
         if self.signal is not None:
             return JobResult(interrupted_by=self.signal)
         for entry in self.ranks:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from rich import box
@@ -54,7 +55,10 @@ def heading(schedule: Schedule) -> RenderableType:
         cells = f"A cell names the ranks whose contributions it holds; {_SUM} is all of them."
     arrows = "→ replaces what the slot held, +→ is added to it. " if schedule.column("reduce").any() else ""
     colours = "Bold: written in this step. Green: as promised at the end."
-    return Group(title, Text(f"{arrows}{cells} {colours}", style="dim"))
+    steps = "The transfers of a step may run at the same time; each reads what its slot held when the step began. "
+    slots = "Each rank has a slot per chunk"
+    slots += ", and behind them scratch slots, s0 and so on, for data in transit. " if schedule.num_scratch else ". "
+    return Group(title, Text(f"{steps}{slots}{arrows}{cells} {colours}", style="dim"))
 
 
 def draw_steps(execution: Execution, *, max_ranks: int = 16) -> Iterator[RenderableType]:
@@ -175,6 +179,9 @@ def _name_slots(schedule: Schedule, slots: Sequence[int]) -> str:
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
+_Cell = tuple[str, str]
+"""What it says, and its style."""
+
 
 @dataclass(frozen=True)
 class HeldGrid:
@@ -201,13 +208,12 @@ class HeldGrid:
         )
         is_dense = 2 * len(slots) > room  # no blanks between cells then, and no names
         shown = slots[:room] if is_dense else slots
-        written = {(a.rank, a.slot) for a in self.execution.interpretation.assignments if a.step == self.position - 1}
         width = max(1, room // len(shown) - 1)
-        yield self._dense_table(shown, ranks, written) if is_dense else self._table(shown, ranks, written, width)
-        cells = [self._cell(rank, slot, width, written).plain for rank in ranks for slot in shown]
+        rows = [[self._cell(rank, slot, width) for slot in shown] for rank in ranks]
+        yield self._dense_table(shown, rows) if is_dense else self._table(shown, rows, width)
         if is_dense and is_reducing(schedule.collective):
             yield Text("the higher a bar, the more ranks have contributed", style="dim")
-        elif any(cell.startswith(_TIMES) for cell in cells):
+        elif any(name.startswith(_TIMES) for row in rows for name, _ in row):
             yield Text(f"{_TIMES}3: the contributions of three ranks", style="dim")
         hidden = []
         if len(ranks) < schedule.world_size:
@@ -227,7 +233,7 @@ class HeldGrid:
         in_use = (self._state != NOTHING).any(axis=0)
         return [slot for slot in range(len(in_use)) if slot < num_chunks or in_use[slot]]
 
-    def _table(self, slots: Sequence[int], ranks: Sequence[int], written: set[tuple[int, int]], width: int) -> Table:
+    def _table(self, slots: Sequence[int], rows: Sequence[Sequence[_Cell]], width: int) -> Table:
         num_chunks = self.execution.schedule.num_chunks
         table = _empty_table()
         table.add_column("chunk", no_wrap=True, style="dim")
@@ -237,33 +243,36 @@ class HeldGrid:
             name = str(slot) if slot < num_chunks else f"s{slot - num_chunks}"
             name = name if len(name) <= width else name[-1]  # of many chunks only the last digit
             table.add_column(name, justify="center", no_wrap=True, min_width=min(width, self.cell_width))
-        for rank in ranks:
+        for rank, cells in enumerate(rows):
             row: list[RenderableType] = [f"rank {rank}"]
-            for slot in slots:
+            for slot, (name, style) in zip(slots, cells, strict=True):
                 row += ["│"] if slot == num_chunks else []
-                row.append(self._cell(rank, slot, width, written))
+                row.append(Text(name, style))
             table.add_row(*row)
         return table
 
-    def _dense_table(self, slots: Sequence[int], ranks: Sequence[int], written: set[tuple[int, int]]) -> Table:
+    def _dense_table(self, slots: Sequence[int], rows: Sequence[Sequence[_Cell]]) -> Table:
         table = _empty_table()
         table.add_column("chunk", no_wrap=True, style="dim")
         table.add_column("".join(str(slot % 10) for slot in slots), no_wrap=True)
-        for rank in ranks:
-            table.add_row(f"rank {rank}", Text().join(self._cell(rank, slot, 1, written) for slot in slots))
+        for rank, cells in enumerate(rows):
+            runs = groupby(cells, key=lambda cell: cell[1])
+            table.add_row(f"rank {rank}", Text.assemble(*(("".join(mark for mark, _ in run), s) for s, run in runs)))
         return table
 
-    def _cell(self, rank: int, slot: int, width: int, written: set[tuple[int, int]]) -> Text:
-        interpretation = self.execution.interpretation
+    def _cell(self, rank: int, slot: int, width: int) -> _Cell:
+        execution = self.execution
         value = int(self._state[rank, slot])
-        promised = (rank, slot) in interpretation.promise.after
-        at_end = self.position == self.execution.schedule.num_steps
-        colour = "green" if _is_as_promised(interpretation, rank, slot, value) else "red" if promised and at_end else ""
+        promised = (rank, slot) in execution.promised
+        at_end = self.position == execution.schedule.num_steps
+        colour = "green" if _is_as_promised(execution, rank, slot, value) else "red" if promised and at_end else ""
         if value == NOTHING:
-            return Text(_NOTHING, style=colour or "dim")
-        forms = _forms(interpretation, slot, value)
-        fitting = next((form for form in forms[:-1] if len(form) <= width and width > 1), forms[-1])
-        return Text(fitting, style=f"bold {colour}".strip() if (rank, slot) in written else colour)
+            return _NOTHING, colour or "dim"
+        name = _mark(execution.interpretation, value)
+        if width > 1:
+            forms = _forms(execution.interpretation, slot, value)
+            name = next((form for form in forms if len(form) <= width), name)
+        return name, f"bold {colour}".strip() if (rank, slot) in execution.written[self.position] else colour
 
 
 def _empty_table() -> Table:
@@ -272,49 +281,57 @@ def _empty_table() -> Table:
 
 def _longest_name(execution: Execution) -> int:
     """Characters of the longest cell there ever is, and a blank, so that columns stay where they are in all steps."""
-    held = {
-        (slot, value)
-        for state in execution.states
-        for slot in range(execution.schedule.num_slots)
-        for value in np.unique(state[:, slot]).tolist()
-        if value != NOTHING
-    }
+    start = execution.states[0]
+    held = {(slot, int(start[rank, slot])) for rank, slot in zip(*np.nonzero(start != NOTHING), strict=True)}
+    held |= {(assignment.slot, assignment.value) for assignment in execution.interpretation.assignments}
     return 1 + max(len(_forms(execution.interpretation, slot, value)[0]) for slot, value in held)
 
 
 def _forms(interpretation: Interpretation, slot: int, value: int) -> list[str]:
-    """What a slot holds, from the most telling form to one of a single character."""
+    """What a slot holds, from the most telling form to the shortest; `_mark` is shorter still."""
     schedule, values = interpretation.schedule, interpretation.values
     chunk, mask = values.chunk[value], values.ranks[value]
     if schedule.collective == "all_to_all":
         src, src_slot = divmod(chunk, schedule.num_chunks)
         dst, part = divmod(src_slot, schedule.num_chunks // schedule.world_size)
         which = f".{part}" if schedule.num_chunks > schedule.world_size else ""
-        return [f"{src}→{dst}{which}", f"{src}→{dst}", str(src), _SOME]
+        return [f"{src}→{dst}{which}", f"{src}→{dst}", str(src)]
     elsewhere = f"c{chunk}:" if chunk != slot else ""
     members = [rank for rank in range(schedule.world_size) if mask >> rank & 1]
     if not is_reducing(schedule.collective) or schedule.world_size == 1:
-        names, count, mark = _ranges(members), str(members[0]), _SOME
+        names, count = _ranges(members), str(members[0])
     elif mask == interpretation.everyone:
-        names = count = mark = _SUM
+        names = count = _SUM
     else:
         names, count = _ranges(members), f"{_TIMES}{len(members)}"
-        mark = _BARS[len(members) * len(_BARS) // schedule.world_size]
-    if values.doubled[value] and not interpretation.promise.duplicates_allowed:
+    if _is_doubled(interpretation, value):
         doubled = [rank for rank in members if values.doubled[value] >> rank & 1]
         names += "".join(f"+{rank}" * (values.times(value, rank) - 1) for rank in doubled)
-        count, mark = f"{count}!", "!"
-    return [f"{elsewhere}{names}", f"{elsewhere}{count}", names, count, mark]
+        count = f"{count}!"
+    return [f"{elsewhere}{names}", f"{elsewhere}{count}", names, count]
 
 
-def _is_as_promised(interpretation: Interpretation, rank: int, slot: int, value: int) -> bool:
+def _mark(interpretation: Interpretation, value: int) -> str:
+    """What a slot holds, in a single character."""
+    schedule, mask = interpretation.schedule, interpretation.values.ranks[value]
+    if _is_doubled(interpretation, value):
+        return "!"
+    if not is_reducing(schedule.collective) or schedule.world_size == 1:
+        return _SOME
+    return _SUM if mask == interpretation.everyone else _BARS[mask.bit_count() * len(_BARS) // schedule.world_size]
+
+
+def _is_doubled(interpretation: Interpretation, value: int) -> bool:
+    return bool(interpretation.values.doubled[value]) and not interpretation.promise.duplicates_allowed
+
+
+def _is_as_promised(execution: Execution, rank: int, slot: int, value: int) -> bool:
     """Whether the slot holds, by now, exactly what the collective promises for the end."""
-    promise, values = interpretation.promise, interpretation.values
-    if value == NOTHING or (rank, slot) not in promise.after:
+    if value == NOTHING or (rank, slot) not in execution.promised:
         return False
-    chunk, contributors = promise.after[rank, slot]
-    whole = values.chunk[value] == chunk and values.ranks[value] == sum(1 << rank for rank in contributors)
-    return whole and (promise.duplicates_allowed or not values.doubled[value])
+    values = execution.interpretation.values
+    whole = (values.chunk[value], values.ranks[value]) == execution.promised[rank, slot]
+    return whole and not _is_doubled(execution.interpretation, value)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
