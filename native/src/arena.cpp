@@ -13,7 +13,7 @@
 namespace farandole {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x31454c4f444e4146;  // "FANDOLE1", little endian
+constexpr std::uint64_t kMagic = 0x32454c4f444e4146;  // "FANDOLE2", little endian
 
 std::span<std::byte> map_whole(int descriptor, std::size_t size) {
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -36,14 +36,13 @@ std::size_t channel_offset(const Geometry& g, std::uint32_t src, std::uint32_t d
 }  // namespace
 
 Channel::Channel(std::byte* memory, const Geometry& geometry, bool shared) noexcept
-    : counters_(reinterpret_cast<Counter*>(memory)),
-      slots_(memory + sizeof(Counter) * (1 + (shared ? geometry.world_size : 1))),
+    : taken_(reinterpret_cast<Counter*>(memory)),
+      slots_(memory + sizeof(Counter) * (shared ? geometry.world_size : 1)),
       stride_(sizeof(SlotHeader) + geometry.slot_bytes),
-      num_slots_(geometry.num_slots),
       shared_(shared) {}
 
 std::size_t Channel::bytes(const Geometry& geometry, bool shared) noexcept {
-  return sizeof(Counter) * (1 + (shared ? geometry.world_size : 1)) +
+  return sizeof(Counter) * (shared ? geometry.world_size : 1) +
          geometry.num_slots * (sizeof(SlotHeader) + geometry.slot_bytes);
 }
 

@@ -4,28 +4,31 @@
 // d) carries what rank s publishes to rank d; channel (s, s) is the shared channel of s, which
 // every other rank reads.
 //
-// A channel is a queue of `num_slots` slots. The writer fills slot `published % num_slots` and then
-// counts `published` up; a reader that has taken `taken` segments reads slot `taken % num_slots`
-// and then counts `taken` up. The writer may fill a slot again once every reader has taken what was
-// in it: published - taken < num_slots.
+// A channel is a queue of `num_slots` slots. Segment i goes into slot i % num_slots; the writer
+// fills it and then stamps it with i + 1. A reader that has taken `taken` segments waits for stamp
+// taken + 1 in slot taken % num_slots, reads, and then counts `taken` up. The writer may fill a
+// slot again once every reader has taken what was in it: published - taken < num_slots. The stamp,
+// and a segment of a few bytes, lie in the slot's first cache line: a small message is one line.
 //
 // Owners and memory orders:
 //
-// `published` is written by the writer alone, after it has filled the slot: a reader that loads it
-// sees the slot's contents (store-release, load-acquire).
+// `stamp` is written by the writer alone, after it has filled the slot: a reader that loads it sees
+// the slot's contents (store-release, load-acquire). Until every reader has taken the segment the
+// writer does not come back to the slot, so a reader never sees it beyond the stamp it waits for.
 //
 // `taken` is written by its one reader alone, after it has read the slot: a writer that loads it
 // may fill the slot again (store-release, load-acquire).
 //
 // A slot is plain memory. The writer owns it while it is free, its readers while it is published.
 //
-// For `sleeping` and `doorbell` see RankState. published, taken and sleeping are used with seq_cst,
+// For `sleeping` and `doorbell` see RankState. stamp, taken and sleeping are used with seq_cst,
 // which contains release and acquire, as going to sleep needs more than those: a sleeper stores
-// `sleeping` and then loads the counter; its peer stores the counter and then loads `sleeping`.
+// `sleeping` and then loads the other; its peer stores the other and then loads `sleeping`.
 // Were each pair only release and acquire, both loads could miss the other's store. All four are in
 // one order, so at least one of the two sees the other's store, and no wake-up is lost.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -94,10 +97,20 @@ struct alignas(kCacheLine) Counter {
   std::atomic<std::uint64_t> value{0};
 };
 
-struct alignas(kCacheLine) SlotHeader {
-  std::uint64_t fingerprint = 0;  // of the call that published it
-  std::uint64_t total_bytes = 0;  // of the whole publication that this segment is a part of
+// What a segment is a part of.
+struct Label {
+  std::uint64_t fingerprint = 0;  // of the call
+  std::uint64_t total_bytes = 0;  // of the whole publication
 };
+
+struct alignas(kCacheLine) SlotHeader {
+  static constexpr std::size_t kInlineBytes = 40;
+
+  std::atomic<std::uint64_t> stamp{0};  // of the segment that it holds, counted from 1
+  Label label;
+  std::array<std::byte, kInlineBytes> inline_data;  // a segment that fits lies here
+};
+static_assert(sizeof(SlotHeader) == kCacheLine);
 
 // One channel, as both of its ends see it.
 class Channel {
@@ -107,22 +120,24 @@ class Channel {
 
   static std::size_t bytes(const Geometry& geometry, bool shared) noexcept;
 
-  std::atomic<std::uint64_t>& published() const noexcept { return counters_[0].value; }
   std::atomic<std::uint64_t>& taken(std::uint32_t reader) const noexcept {
-    return counters_[1 + (shared_ ? reader : 0)].value;
+    return taken_[shared_ ? reader : 0].value;
   }
-  SlotHeader& header(std::uint64_t number) const noexcept {
-    return *reinterpret_cast<SlotHeader*>(slots_ + (number % num_slots_) * stride_);
+  // Slots are counted from 0.
+  SlotHeader& header(std::uint32_t slot) const noexcept {
+    return *reinterpret_cast<SlotHeader*>(slots_ + slot * stride_);
   }
-  std::byte* data(std::uint64_t number) const noexcept {
-    return slots_ + (number % num_slots_) * stride_ + sizeof(SlotHeader);
+  // Where the `bytes` bytes of a segment in that slot lie.
+  std::byte* data(std::uint32_t slot, std::size_t bytes) const noexcept {
+    return slots_ + slot * stride_ +
+           (bytes <= SlotHeader::kInlineBytes ? offsetof(SlotHeader, inline_data)
+                                              : sizeof(SlotHeader));
   }
 
  private:
-  Counter* counters_ = nullptr;
+  Counter* taken_ = nullptr;
   std::byte* slots_ = nullptr;
   std::size_t stride_ = 0;
-  std::uint32_t num_slots_ = 1;
   bool shared_ = false;
 };
 

@@ -15,6 +15,7 @@
 #include "engine.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
+#include "repeats.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -57,53 +58,44 @@ std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32
                                 element_bytes);
 }
 
-Call make_call(std::shared_ptr<const Plan> plan, std::uintptr_t input, std::uintptr_t output,
-               int dtype, int op, std::uint32_t divisor, std::uint64_t fingerprint, bool sequenced,
-               std::uint64_t what, std::uint64_t count, std::int64_t tag, double timeout_s) {
-  Call call;
-  call.plan = std::move(plan);
-  call.input = reinterpret_cast<const std::byte*>(input);
-  call.output = reinterpret_cast<std::byte*>(output);
-  if (op < 0 && call.plan->max_operands() > 1) {
+std::shared_ptr<SettledCall> make_settled_call(std::shared_ptr<const Plan> plan, int dtype, int op,
+                                               std::uint32_t divisor, std::uint64_t fingerprint,
+                                               bool sequenced, std::uint64_t what,
+                                               std::uint64_t count, std::int64_t tag,
+                                               std::uint64_t scheduled_bytes_sent,
+                                               std::uint64_t payload_bytes,
+                                               std::shared_ptr<Tally> tally) {
+  auto call = std::make_shared<SettledCall>();
+  if (op < 0 && plan->max_operands() > 1) {
     throw std::invalid_argument("this plan reduces, and the call names no op");
   }
   if (op >= 0) {
-    call.combine = find_combine(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
-    if (call.combine == nullptr) throw std::invalid_argument("this dtype cannot be reduced so");
+    call->combine = find_combine(static_cast<DType>(dtype), static_cast<ReduceOp>(op));
+    if (call->combine == nullptr) throw std::invalid_argument("this dtype cannot be reduced so");
   }
-  call.divisor = divisor;
-  call.fingerprint = fingerprint;
-  call.sequenced = sequenced;
-  call.what = what;
-  call.count = count;
-  call.tag = tag;
-  if (std::isfinite(timeout_s)) {
-    call.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
-  }
+  call->plan = std::move(plan);
+  call->divisor = divisor;
+  call->fingerprint = fingerprint;
+  call->sequenced = sequenced;
+  call->what = what;
+  call->count = count;
+  call->tag = tag;
+  call->scheduled_bytes_sent = scheduled_bytes_sent;
+  call->payload_bytes = payload_bytes;
+  call->tally = std::move(tally);
   return call;
 }
 
-// True if a signal handler raised; its exception is then pending in this thread.
-bool signal_raised() {
-  const nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
+Call make_call(std::shared_ptr<SettledCall> settled, std::uintptr_t input, std::uintptr_t output,
+               double timeout_s) {
+  return {std::move(settled), reinterpret_cast<const std::byte*>(input),
+          reinterpret_cast<std::byte*>(output), timeout_of(timeout_s)};
 }
 
-using ReceiptTuple = std::tuple<int, std::uint32_t, std::uint64_t, std::uint64_t, double>;
+using ReceiptTuple = std::tuple<int, std::uint32_t>;
 
-ReceiptTuple as_tuple(const Receipt& r) {
-  return {static_cast<int>(r.status), r.subject, r.bytes_sent, r.bytes_received, r.seconds};
-}
-
-ReceiptTuple run(Engine& engine, const Call& call) {
-  Receipt receipt;
-  bool raised = false;
-  {
-    const nb::gil_scoped_release released;
-    receipt = engine.run(call, [&raised] { return raised = raised || signal_raised(); });
-  }
-  if (raised) throw nb::python_error();
-  return as_tuple(receipt);
+ReceiptTuple as_tuple(const Receipt& receipt) {
+  return {static_cast<int>(receipt.status), receipt.subject};
 }
 
 // Waits in slices, so that Ctrl-C works. False if `timeout_s` was over first.
@@ -174,31 +166,44 @@ NB_MODULE(_native, module) {
       .def("wait", &wait_for_work, "timeout_s"_a)
       .def("receipt", [](const Work& work) { return as_tuple(work.receipt()); });
 
+  nb::class_<Tally>(module, "Tally")
+      .def(nb::new_([] { return std::make_shared<Tally>(); }))
+      .def("read", [](const Tally& tally) {
+        const auto read = [](const auto& field) { return field.load(std::memory_order_relaxed); };
+        return std::tuple{
+            read(tally.calls),          read(tally.bytes_sent),
+            read(tally.bytes_received), read(tally.scheduled_bytes_sent),
+            read(tally.payload_bytes),  static_cast<double>(read(tally.nanoseconds)) * 1e-9};
+      });
+
+  nb::class_<SettledCall>(module, "SettledCall")
+      .def(nb::new_(&make_settled_call), "plan"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
+           "sequenced"_a, "what"_a, "count"_a, "tag"_a, "scheduled_bytes_sent"_a, "payload_bytes"_a,
+           "tally"_a);
+
   nb::class_<Engine>(module, "Engine")
-      .def(nb::init<std::shared_ptr<Arena>, std::uint32_t, std::vector<int>, std::uint32_t>(),
-           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a)
+      .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
+                       std::vector<int> process_descriptors, std::uint32_t spins,
+                       std::uint32_t yields) {
+             return std::make_shared<Engine>(std::move(arena), rank, std::move(process_descriptors),
+                                             Patience{spins, yields});
+           }),
+           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "yields"_a)
       .def(
           "run",
-          [](Engine& engine, std::shared_ptr<Plan> plan, std::uintptr_t input,
-             std::uintptr_t output, int dtype, int op, std::uint32_t divisor,
-             std::uint64_t fingerprint, bool sequenced, std::uint64_t what, std::uint64_t count,
-             std::int64_t tag, double timeout_s) {
-            return run(engine, make_call(std::move(plan), input, output, dtype, op, divisor,
-                                         fingerprint, sequenced, what, count, tag, timeout_s));
+          [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,
+             std::uintptr_t output, double timeout_s) {
+            return as_tuple(
+                run_without_gil(engine, make_call(std::move(call), input, output, timeout_s)));
           },
-          "plan"_a, "input"_a, "output"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-          "sequenced"_a, "what"_a, "count"_a, "tag"_a, "timeout_s"_a)
+          "call"_a, "input"_a, "output"_a, "timeout_s"_a)
       .def(
           "submit",
-          [](Engine& engine, std::shared_ptr<Plan> plan, std::uintptr_t input,
-             std::uintptr_t output, int dtype, int op, std::uint32_t divisor,
-             std::uint64_t fingerprint, bool sequenced, std::uint64_t what, std::uint64_t count,
-             std::int64_t tag, double timeout_s) {
-            return engine.submit(make_call(std::move(plan), input, output, dtype, op, divisor,
-                                           fingerprint, sequenced, what, count, tag, timeout_s));
+          [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,
+             std::uintptr_t output, double timeout_s) {
+            return engine.submit(make_call(std::move(call), input, output, timeout_s));
           },
-          "plan"_a, "input"_a, "output"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-          "sequenced"_a, "what"_a, "count"_a, "tag"_a, "timeout_s"_a)
+          "call"_a, "input"_a, "output"_a, "timeout_s"_a)
       .def(
           "abort",
           [](Engine& engine, int reason, std::uint32_t subject) {
@@ -212,6 +217,14 @@ NB_MODULE(_native, module) {
            })
       .def("calls", &calls_of)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Repeats>(module, "Repeats")
+      .def(nb::init<std::shared_ptr<Engine>, nb::object>(), "engine"_a, "on_failure"_a)
+      .def("run", &Repeats::run, "collective"_a, "source"_a.none(), "target"_a.none(),
+           "op"_a.none(), "root"_a, "algorithm"_a.none(), "timeout_s"_a)
+      .def("remember", &Repeats::remember, "collective"_a, "source"_a.none(), "target"_a.none(),
+           "op"_a.none(), "root"_a, "algorithm"_a.none(), "settled"_a, "call"_a, "input_start"_a,
+           "output_start"_a);
 
   module.def("instruction_set", [] { return instruction_set(); });
   module.def("is_supported", [](int dtype, int op) {

@@ -51,10 +51,12 @@ class Writer {
   const std::vector<std::uint32_t>& readers() const noexcept { return readers_; }
 
   // pre: has_room()
-  void publish(const std::byte* data, std::size_t bytes, const SlotHeader& header) noexcept {
-    channel_.header(published_) = header;
-    if (bytes != 0) std::memcpy(channel_.data(published_), data, bytes);
-    channel_.published().store(++published_, std::memory_order_seq_cst);
+  void publish(const std::byte* data, std::size_t bytes, const Label& label) noexcept {
+    SlotHeader& header = channel_.header(slot_);
+    header.label = label;
+    if (bytes != 0) std::memcpy(channel_.data(slot_, bytes), data, bytes);
+    header.stamp.store(++published_, std::memory_order_seq_cst);
+    slot_ = slot_ + 1 == num_slots_ ? 0 : slot_ + 1;
     for (RankState* state : states_) wake(*state);
   }
 
@@ -64,7 +66,8 @@ class Writer {
   Channel channel_;
   std::vector<std::uint32_t> readers_;
   std::vector<RankState*> states_;
-  std::uint64_t num_slots_ = 1;
+  std::uint32_t num_slots_ = 1;
+  std::uint32_t slot_ = 0;  // of the next segment
   std::uint64_t published_ = 0;
   std::uint64_t taken_ = 0;  // by the slowest reader, when last looked at
 };
@@ -73,20 +76,23 @@ class Reader {
  public:
   Reader() = default;
   Reader(const Arena& arena, std::uint32_t src, std::uint32_t dst, std::uint32_t reader)
-      : channel_(arena.channel(src, dst)), writer_(&arena.rank(src)), reader_(reader) {}
+      : channel_(arena.channel(src, dst)),
+        writer_(&arena.rank(src)),
+        reader_(reader),
+        num_slots_(arena.geometry().num_slots) {}
 
   // True if the next segment has been published.
-  bool has_data() noexcept {
-    if (published_ > taken_) return true;
-    published_ = channel_.published().load(std::memory_order_seq_cst);
-    return published_ > taken_;
+  bool has_data() const noexcept {
+    return channel_.header(slot_).stamp.load(std::memory_order_seq_cst) == taken_ + 1;
   }
 
   // pre for all three: has_data()
-  const SlotHeader& header() const noexcept { return channel_.header(taken_); }
-  const std::byte* data() const noexcept { return channel_.data(taken_); }
+  const Label& label() const noexcept { return channel_.header(slot_).label; }
+  // `bytes`: of the segment.
+  const std::byte* data(std::size_t bytes) const noexcept { return channel_.data(slot_, bytes); }
   void release() noexcept {
     channel_.taken(reader_).store(++taken_, std::memory_order_seq_cst);
+    slot_ = slot_ + 1 == num_slots_ ? 0 : slot_ + 1;
     wake(*writer_);
   }
 
@@ -94,8 +100,9 @@ class Reader {
   Channel channel_;
   RankState* writer_ = nullptr;
   std::uint32_t reader_ = 0;
+  std::uint32_t num_slots_ = 1;
+  std::uint32_t slot_ = 0;  // of the next segment
   std::uint64_t taken_ = 0;
-  std::uint64_t published_ = 0;  // when last looked at
 };
 
 }  // namespace farandole

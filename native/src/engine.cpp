@@ -1,6 +1,8 @@
 #include "engine.hpp"
 
 #include <poll.h>
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -41,6 +43,19 @@ std::uint64_t pack(Abort reason, std::uint32_t subject) noexcept {
   return static_cast<std::uint64_t>(subject) << 32 | static_cast<std::uint32_t>(reason);
 }
 
+// How many forks lie between the program's first process and this one. getpid() would be a system
+// call each time.
+std::uint64_t num_forks() noexcept {
+  static std::atomic<std::uint64_t> count{0};
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
+  return count.load(std::memory_order_relaxed);
+}
+
+void add(std::atomic<std::uint64_t>& sum, std::uint64_t value) noexcept {
+  sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 bool Work::wait_for(std::chrono::nanoseconds timeout) noexcept {
@@ -55,13 +70,13 @@ void Work::finish(const Receipt& receipt) noexcept {
 }
 
 Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
-               std::vector<int> process_descriptors, std::uint32_t spins)
+               std::vector<int> process_descriptors, Patience patience)
     : arena_(std::move(arena)),
       rank_(rank),
       world_size_(arena_->geometry().world_size),
       process_descriptors_(std::move(process_descriptors)),
-      spins_(spins),
-      owner_(getpid()),
+      patience_(patience),
+      forks_(num_forks()),
       writers_(world_size_),
       readers_(std::size_t{2} * world_size_) {
   process_descriptors_.resize(world_size_, kThisProcess);
@@ -165,7 +180,7 @@ void Engine::close() noexcept {
   ring_all();
 }
 
-bool Engine::is_forked() const noexcept { return getpid() != owner_; }
+bool Engine::is_forked() const noexcept { return num_forks() != forks_; }
 
 void Engine::ring_all() noexcept {
   for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
@@ -206,22 +221,23 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   Receipt receipt;
   const auto start = Clock::now();
   const auto deadline = call.timeout ? start + *call.timeout : Clock::time_point::max();
-  const Plan& plan = *call.plan;
+  const SettledCall& settled = *call.settled;
+  const Plan& plan = *settled.plan;
   std::tie(receipt.status, receipt.subject) = aborted();
   // After an abort the records stay as they are: they tell what each rank was in when it happened.
   if (receipt.status != Abort::none) return receipt;
   CallRecord& record = arena_->rank(rank_).call;
-  record.what.store(call.what, std::memory_order_relaxed);
-  record.count.store(call.count, std::memory_order_relaxed);
-  record.tag.store(call.tag, std::memory_order_relaxed);
+  record.what.store(settled.what, std::memory_order_relaxed);
+  record.count.store(settled.count, std::memory_order_relaxed);
+  record.tag.store(settled.tag, std::memory_order_relaxed);
   record.timeout_ns.store(call.timeout ? call.timeout->count() : 0, std::memory_order_relaxed);
-  if (call.sequenced) {
+  if (settled.sequenced) {
     ++sequence_;
-    history_ = call_fingerprint_ = mix(call.fingerprint, history_);
+    history_ = call_fingerprint_ = mix(settled.fingerprint, history_);
     record.sequence.store(sequence_, std::memory_order_relaxed);
     record.agreement.store(agreement(), std::memory_order_relaxed);
   } else {
-    call_fingerprint_ = mix(call.fingerprint, 0);
+    call_fingerprint_ = mix(settled.fingerprint, 0);
   }
 
   if (plan.work_bytes() > work_capacity_) {
@@ -240,10 +256,17 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
       wait(call, receipt, interrupted, deadline);
     }
   }
-  if (call.sequenced && receipt.status == Abort::none) {
-    record.finished.store(sequence_, std::memory_order_relaxed);
+  if (receipt.status != Abort::none) return receipt;
+  if (settled.sequenced) record.finished.store(sequence_, std::memory_order_relaxed);
+  if (settled.tally) {
+    Tally& tally = *settled.tally;
+    add(tally.calls, 1);
+    add(tally.bytes_sent, receipt.bytes_sent);
+    add(tally.bytes_received, receipt.bytes_received);
+    add(tally.scheduled_bytes_sent, settled.scheduled_bytes_sent);
+    add(tally.payload_bytes, settled.payload_bytes);
+    add(tally.nanoseconds, static_cast<std::uint64_t>((Clock::now() - start).count()));
   }
-  receipt.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   return receipt;
 }
 
@@ -254,9 +277,9 @@ bool Engine::sweep(const Call& call, Receipt& receipt) {
     const std::uint32_t index = active_[i];
     if (advance(index, call, receipt)) {
       progress = true;
-      if (done_[index] == call.plan->operations()[index].num_segments) {
+      if (done_[index] == call.settled->plan->operations()[index].num_segments) {
         active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-        finish_operation(call.plan->operations()[index]);
+        finish_operation(call.settled->plan->operations()[index]);
         continue;
       }
     } else if (receipt.status != Abort::none) {
@@ -286,9 +309,9 @@ bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment,
 // Does the next segment of an operation. False if it must wait, or found a mismatch (then
 // receipt.status says so).
 bool Engine::advance(std::uint32_t index, const Call& call, Receipt& receipt) {
-  const Plan::Operation& operation = call.plan->operations()[index];
+  const Plan::Operation& operation = call.settled->plan->operations()[index];
   const std::uint32_t segment = done_[index];
-  if (!is_ready(operation, segment, *call.plan)) return false;
+  if (!is_ready(operation, segment, *call.settled->plan)) return false;
   const std::size_t offset = segment * operation.segment_bytes;
   const std::size_t bytes = std::min(operation.segment_bytes, operation.bytes - offset);
   const bool moved = operation.publishes ? publish_segment(operation, offset, bytes, call, receipt)
@@ -318,19 +341,20 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
       continue;
     }
     const Reader& end = reader(operand.channel);
-    const SlotHeader header = end.header();
-    if (header.fingerprint != call_fingerprint_ || header.total_bytes != operation.bytes) {
+    const Label label = end.label();
+    if (label.fingerprint != call_fingerprint_ || label.total_bytes != operation.bytes) {
       abort(Abort::mismatch, operand.peer);
       std::tie(receipt.status, receipt.subject) = aborted();
       return false;
     }
-    sources_[i] = end.data();
+    sources_[i] = end.data(bytes);
     receipt.bytes_received += bytes;
   }
   std::byte* target = at(operation.place, call) + offset;
   if (operation.operands.size() > 1) {
-    call.combine(target, sources_.data(), operation.operands.size(),
-                 bytes / call.plan->element_bytes(), operation.completes ? call.divisor : 1);
+    call.settled->combine(target, sources_.data(), operation.operands.size(),
+                          bytes / call.settled->plan->element_bytes(),
+                          operation.completes ? call.settled->divisor : 1);
   } else if (bytes != 0 && sources_[0] != target) {
     std::memcpy(target, sources_[0], bytes);
   }
@@ -356,8 +380,12 @@ std::byte* Engine::at(const Plan::Place& place, const Call& call) const noexcept
 // Returns once some operation went on, or with receipt.status set.
 void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
                   Clock::time_point deadline) {
-  for (std::uint32_t spin = 0; spin < spins_; ++spin) {
+  for (std::uint32_t spin = 0; spin < patience_.spins; ++spin) {
     pause_briefly();
+    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+  }
+  for (std::uint32_t yield = 0; yield < patience_.yields; ++yield) {
+    sched_yield();
     if (sweep(call, receipt) || receipt.status != Abort::none) return;
   }
   RankState& self = arena_->rank(rank_);
@@ -400,10 +428,10 @@ void Engine::check_agreement() noexcept {
 
 // Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
-  if (call.sequenced) check_agreement();
+  if (call.settled->sequenced) check_agreement();
   for (const std::uint32_t index : active_) {
-    const Plan::Operation& operation = call.plan->operations()[index];
-    if (!is_ready(operation, done_[index], *call.plan)) continue;
+    const Plan::Operation& operation = call.settled->plan->operations()[index];
+    if (!is_ready(operation, done_[index], *call.settled->plan)) continue;
     if (operation.publishes) {
       const Writer& end = writer(operation.channel);
       for (const std::uint32_t peer : end.readers()) {

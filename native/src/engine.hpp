@@ -25,10 +25,20 @@
 
 namespace farandole {
 
-struct Call {
+// What finished runs moved, in sum. Written by whoever holds an engine's turn, read by any thread;
+// relaxed: a snapshot.
+struct Tally : std::enable_shared_from_this<Tally> {
+  std::atomic<std::uint64_t> calls{0};
+  std::atomic<std::uint64_t> bytes_sent{0};
+  std::atomic<std::uint64_t> bytes_received{0};
+  std::atomic<std::uint64_t> scheduled_bytes_sent{0};
+  std::atomic<std::uint64_t> payload_bytes{0};
+  std::atomic<std::uint64_t> nanoseconds{0};
+};
+
+// A call with all that is known of it before its buffers are.
+struct SettledCall : std::enable_shared_from_this<SettledCall> {
   std::shared_ptr<const Plan> plan;
-  const std::byte* input = nullptr;
-  std::byte* output = nullptr;
   CombineFunction combine = nullptr;  // null where nothing is reduced
   std::uint32_t divisor = 1;          // of completed sums
   std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
@@ -36,6 +46,15 @@ struct Call {
   std::uint64_t what = 0;  // this, count and tag: see CallRecord
   std::uint64_t count = 0;
   std::int64_t tag = 0;
+  std::uint64_t scheduled_bytes_sent = 0;
+  std::uint64_t payload_bytes = 0;
+  std::shared_ptr<Tally> tally;
+};
+
+struct Call {
+  std::shared_ptr<const SettledCall> settled;
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
   std::optional<std::chrono::nanoseconds> timeout;
 };
 
@@ -44,7 +63,12 @@ struct Receipt {
   std::uint32_t subject = 0;  // the rank that status is about
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
-  double seconds = 0;
+};
+
+// How long a rank that waits looks again before it goes to sleep.
+struct Patience {
+  std::uint32_t spins = 0;   // looks while it keeps its core
+  std::uint32_t yields = 0;  // looks after that, each time the others of its core had their turn
 };
 
 // The future of a submitted call. Its owner may be any thread.
@@ -63,7 +87,7 @@ class Work {
   std::atomic<std::uint32_t> done_{0};  // release by the engine's thread, acquire by waiters
 };
 
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // Returns true to interrupt the run; asked a few times a second while a rank waits.
   using Interrupted = std::function<bool()>;
@@ -73,9 +97,8 @@ class Engine {
   static constexpr int kEnded = -2;
 
   // `process_descriptors`: per rank a pidfd, which the engine then owns, or one of the two above.
-  // `spins`: how often to look again before going to sleep.
   Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
-         std::uint32_t spins);
+         Patience patience);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -93,6 +116,8 @@ class Engine {
   void abort(Abort reason, std::uint32_t subject) noexcept;
   // Abort::none while the communicator is in order; with the rank it is about.
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
+  // Whether this process was forked from the one that made this engine: then nothing here works.
+  bool is_forked() const noexcept;
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
   // Aborts with a mismatch if another rank is known to have made another call last.
   void close() noexcept;
@@ -121,7 +146,6 @@ class Engine {
   void check_peers(const Call& call);
   std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;
-  bool is_forked() const noexcept;  // whether this is another process than the owner
   void ring_all() noexcept;
   void serve();
   Writer& writer(std::uint32_t channel);
@@ -131,8 +155,8 @@ class Engine {
   const std::uint32_t rank_;
   const std::uint32_t world_size_;
   std::vector<int> process_descriptors_;
-  const std::uint32_t spins_;
-  const pid_t owner_;  // the process that made this engine
+  const Patience patience_;
+  const std::uint64_t forks_;  // of this process, when the engine was made
 
   // Used by whoever holds the turn (`busy`), and by nobody else.
   std::vector<std::unique_ptr<Writer>>

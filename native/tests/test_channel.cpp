@@ -64,10 +64,10 @@ std::uint64_t count_wrong(const Arena& arena, std::uint32_t src, std::uint32_t d
   for (std::uint64_t number = 0; number < kMessages; ++number) {
     wait_until(arena.rank(reader_rank), [&] { return reader.has_data(); });
     const std::size_t bytes = expected_bytes(number, arena.geometry().slot_bytes);
-    const SlotHeader header = reader.header();
-    wrong += header.fingerprint != number || header.total_bytes != bytes;
+    const Label label = reader.label();
+    wrong += label.fingerprint != number || label.total_bytes != bytes;
     for (std::size_t i = 0; i < bytes; ++i) {
-      wrong += reader.data()[i] != expected_byte(src, number, i);
+      wrong += reader.data(bytes)[i] != expected_byte(src, number, i);
     }
     reader.release();
   }
@@ -122,10 +122,10 @@ void test_layout() {
   for (std::uint32_t src = 0; src < 5; ++src) {
     for (std::uint32_t dst = 0; dst < 5; ++dst) {
       const Channel channel = arena->channel(src, dst);
-      starts.push_back(reinterpret_cast<const std::byte*>(&channel.published()));
-      testing::check_equal(reinterpret_cast<std::uintptr_t>(&channel.published()) % kCacheLine,
+      starts.push_back(reinterpret_cast<const std::byte*>(&channel.taken(dst)));
+      testing::check_equal(reinterpret_cast<std::uintptr_t>(&channel.taken(dst)) % kCacheLine,
                            std::uintptr_t{0});
-      testing::check_equal(reinterpret_cast<std::uintptr_t>(channel.data(2)) % kCacheLine,
+      testing::check_equal(reinterpret_cast<std::uintptr_t>(channel.data(2, 192)) % kCacheLine,
                            std::uintptr_t{0});
     }
   }

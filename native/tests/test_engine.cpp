@@ -124,13 +124,17 @@ std::int32_t element(std::uint32_t rank, std::size_t i, int round) {
   return static_cast<std::int32_t>(rank * 1'000'003 + i * 17 + static_cast<std::size_t>(round) * 7);
 }
 
-Call make_call(std::shared_ptr<Plan> plan, std::vector<std::int32_t>& buffer) {
+Call make_call(std::shared_ptr<Plan> plan, std::vector<std::int32_t>& buffer,
+               std::uint64_t fingerprint = 42) {
+  const auto settled = std::make_shared<SettledCall>();
+  settled->plan = std::move(plan);
+  settled->combine = find_combine(DType::int32, ReduceOp::sum);
+  settled->fingerprint = fingerprint;
+  settled->tally = std::make_shared<Tally>();
   Call call;
-  call.plan = std::move(plan);
+  call.settled = settled;
   call.input = reinterpret_cast<const std::byte*>(buffer.data());
   call.output = reinterpret_cast<std::byte*>(buffer.data());
-  call.combine = find_combine(DType::int32, ReduceOp::sum);
-  call.fingerprint = 42;
   call.timeout = std::chrono::minutes(2);
   return call;
 }
@@ -140,7 +144,7 @@ void on_all_ranks(const std::shared_ptr<Arena>& arena, const std::function<void(
   std::vector<std::thread> threads;
   for (std::uint32_t rank = 0; rank < arena->geometry().world_size; ++rank) {
     threads.emplace_back([&, rank] {
-      Engine engine(arena, rank, {}, 50);
+      Engine engine(arena, rank, {}, Patience{50, 2});
       body(engine);
     });
   }
@@ -209,8 +213,7 @@ void test_mismatch(bool other_size) {
     const auto plan = bind_plan(ring_all_reduce(static_cast<std::int32_t>(engine.rank()), 3),
                                 split(count, 3), engine.rank(), arena->geometry());
     std::vector<std::int32_t> buffer(static_cast<std::size_t>(count));
-    Call call = make_call(plan, buffer);
-    if (differs && !other_size) call.fingerprint = 43;
+    const Call call = make_call(plan, buffer, differs && !other_size ? 43 : 42);
     found += engine.run(call, {}).status == Abort::mismatch;
     found += engine.run(call, {}).status == Abort::mismatch;  // and at every later call
   });
@@ -242,7 +245,7 @@ void test_absence(Abort expected) {
 void test_absence_behind_a_slow_reader() {
   const auto arena = Arena::create({3, 2, 16 * 1024, 7});
   arena->rank(2).closed.store(1);
-  Engine engine(arena, 0, {}, 5);
+  Engine engine(arena, 0, {}, Patience{5, 2});
   const auto plan = bind_plan(one_shot_all_reduce(0, 3), {60'000}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(60'000);
   const Receipt receipt = engine.run(make_call(plan, buffer), {});
@@ -258,9 +261,8 @@ void test_disagreement_on_closing() {
   for (std::uint32_t rank = 0; rank < 2; ++rank) {
     Program sends;
     sends.publish(0, 0, static_cast<std::int32_t>(1 - rank));
-    Call call = make_call(bind_plan(sends, {4}, rank, arena->geometry()), buffer);
-    call.fingerprint = rank;
-    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, 5));
+    const Call call = make_call(bind_plan(sends, {4}, rank, arena->geometry()), buffer, rank);
+    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, Patience{5, 2}));
     const Receipt receipt = engines.back()->run(call, {});
     testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::none));
   }
@@ -271,7 +273,7 @@ void test_disagreement_on_closing() {
 
 void test_interruption() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, 5);
+  Engine engine(arena, 0, {}, Patience{5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const Receipt receipt = engine.run(make_call(plan, buffer), [] { return true; });
@@ -280,7 +282,7 @@ void test_interruption() {
 
 void test_close_with_work() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, 5);
+  Engine engine(arena, 0, {}, Patience{5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const auto first = engine.submit(make_call(plan, buffer));
@@ -296,7 +298,7 @@ void test_close_with_work() {
 // The engine's thread sleeps while a synchronous call runs; closing must wake it all the same.
 void test_close_during_a_call() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, 5);
+  Engine engine(arena, 0, {}, Patience{5, 2});
   std::vector<std::int32_t> one(1);
   const auto alone = bind_plan(ring_all_reduce(0, 1), {1}, 0, arena->geometry());
   engine.submit(make_call(alone, one))->wait_for(std::chrono::minutes(1));

@@ -63,9 +63,9 @@ class Signature(NamedTuple):
     caller: str = ""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class CollectiveStats:
-    """What one communicator did with one algorithm of one collective.
+    """What one communicator did so far with one algorithm of one collective.
 
     Attributes:
         collective, algorithm: which.
@@ -86,33 +86,18 @@ class CollectiveStats:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A settled call: all that the engine needs but the buffers.
 
     Attributes:
         signature: what was asked for.
-        schedule: what runs.
-        plan: this rank's part of it.
-        op_code: number of the reduction, -1 if nothing is reduced.
-        divisor: of completed sums.
-        fingerprint: 64 bits of all that ranks must agree on.
+        native: the call as the engine knows it.
         record: what, count and tag of the `CallRecord` that other ranks can read.
-        scheduled_bytes_sent: by this rank.
-        payload_bytes: S.
-        stats: where finished calls are counted.
     """
 
     signature: Signature
-    schedule: Schedule
-    plan: _native.Plan
-    op_code: int
-    divisor: int
-    fingerprint: int
+    native: _native.SettledCall
     record: tuple[int, int, int]
-    scheduled_bytes_sent: int
-    payload_bytes: int
-    stats: CollectiveStats
 
 
 class Proof(NamedTuple):
@@ -147,7 +132,7 @@ class CallTable:
     rank: int
     world_size: int
     max_segment_bytes: int
-    stats: dict[tuple[str, str], CollectiveStats] = field(default_factory=dict)
+    tallies: dict[tuple[str, str], _native.Tally] = field(default_factory=dict)
     _calls: OrderedDict[Signature, Call] = field(default_factory=OrderedDict)
 
     def settle(self, signature: Signature) -> Call:
@@ -189,20 +174,34 @@ class CallTable:
         )
         op_code = -1 if signature.op is None else REDUCE_OPS[signature.op]
         sent = sent_elements(proof.interpretation, program.rank, signature.counts, signature.output_counts)
-        return Call(
-            signature=signature,
-            schedule=schedule,
+        record = self._record(signature, op_code)
+        what, count, tag = record
+        native = _native.SettledCall(
             plan=plan,
-            op_code=op_code,
+            dtype=signature.dtype.code,
+            op=op_code,
             divisor=self.world_size if signature.op == "avg" else 1,
             fingerprint=_fingerprint(signature, schedule),
-            record=self._record(signature, op_code),
+            sequenced=signature.pair is None,
+            what=what,
+            count=count,
+            tag=tag,
             scheduled_bytes_sent=sent * signature.dtype.itemsize,
             payload_bytes=payload_bytes,
-            stats=self.stats.setdefault(
-                (signature.collective, schedule.name), CollectiveStats(signature.collective, schedule.name)
-            ),
+            tally=self.tallies.setdefault((signature.collective, schedule.name), _native.Tally()),
         )
+        return Call(signature, native, record)
+
+    def stats(self) -> list[CollectiveStats]:
+        """What finished calls did, per collective and algorithm."""
+        entries = []
+        for (collective, algorithm), tally in list(self.tallies.items()):
+            calls, sent, received, scheduled, payload, seconds = tally.read()
+            if calls:
+                entries.append(
+                    CollectiveStats(collective, algorithm, calls, sent, received, scheduled, payload, seconds)
+                )
+        return entries
 
     def _record(self, signature: Signature, op_code: int) -> tuple[int, int, int]:
         call, rank = signature.caller or signature.collective, signature.root

@@ -22,10 +22,12 @@ from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
-from farandole.runner import Runner
+from farandole.runner import Repeat, Runner
 from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
+
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _REDUCE, _GATHER, _SCATTER, _ALL_TO_ALL, _BARRIER = range(9)
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds that a blocking call waits for other ranks, where neither the call nor the communicator says otherwise."""
@@ -51,6 +53,8 @@ class Communicator:
         self.timeout_s = require_timeout("timeout_s", timeout_s)
         self._membership = membership
         self._runner = Runner(membership)
+        self._repeat = self._runner.repeats.run
+        self._in_flight = self._runner.in_flight
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -83,10 +87,15 @@ class Communicator:
             CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see
             `farandole.errors`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        result = tensor if out is None else out
+        repeat = (_ALL_REDUCE, tensor, result, op, 0, algorithm)
+        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return result
         source, target = self._in_and_out(tensor, out)
         _require_same_count("out", target, source.count)
         signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
-        return self._run(signature, source, target, timeout, async_op)
+        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def reduce_scatter(
         self,
@@ -114,6 +123,10 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = (_REDUCE_SCATTER, tensor, out, op, 0, algorithm) if out is not None and counts is None else None
+        if repeat and not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return out
         source = read_buffer(tensor)
         parts, rows = self._parts(source, counts, "tensor")
         if out is None:
@@ -121,7 +134,8 @@ class Communicator:
         target = self._output(out, source)
         _require_same_count("out", target, parts[self.rank])
         signature = self._signature("reduce_scatter", source, op=op, counts=parts, algorithm=algorithm)
-        return self._run(signature, source, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+        start = sum(parts[: self.rank])
+        return self._run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_gather(
         self,
@@ -147,6 +161,10 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = (_ALL_GATHER, tensor, out, None, 0, algorithm) if out is not None and counts is None else None
+        if repeat and not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return out
         source = read_buffer(tensor)
         parts, rows = self._parts_from_own(source, counts)
         if out is None:
@@ -154,7 +172,8 @@ class Communicator:
         target = self._output(out, source)
         _require_same_count("out", target, sum(parts))
         signature = self._signature("all_gather", source, counts=parts, algorithm=algorithm)
-        return self._run(signature, source, target, timeout, async_op, input_start=sum(parts[: self.rank]))
+        start = sum(parts[: self.rank])
+        return self._run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def broadcast(
         self,
@@ -178,10 +197,14 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = (_BROADCAST, tensor, tensor, None, src, algorithm)
+        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return tensor
         self._require_rank("src", src)
         buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
         signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
-        return self._run(signature, buffer, buffer, timeout, async_op)
+        return self._run(signature, buffer, buffer, timeout_s, async_op, repeat=repeat)
 
     def reduce(
         self,
@@ -211,6 +234,11 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        result = out if out is not None and self.rank == dst else tensor
+        repeat = (_REDUCE, tensor, result, op, dst, algorithm)
+        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return result
         self._require_rank("dst", dst)
         if self.rank == dst:
             source, target = self._in_and_out(tensor, out)
@@ -218,7 +246,7 @@ class Communicator:
         else:
             source = target = read_buffer(tensor)
         signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst))
-        return self._run(signature, source, target, timeout, async_op)
+        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def gather(
         self,
@@ -245,18 +273,25 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        result = out if self.rank == dst else None
+        repeat = None
+        if counts is None and (out is not None or self.rank != dst):
+            repeat = (_GATHER, tensor, result, None, dst, algorithm)
+            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+                return result
         self._require_rank("dst", dst)
         source = read_buffer(tensor)
         parts, rows = self._parts_from_own(source, counts)
         start = sum(parts[: self.rank])
         signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=int(dst))
         if self.rank != dst:
-            return self._run(signature, source, None, timeout, async_op, input_start=start)
+            return self._run(signature, source, None, timeout_s, async_op, input_start=start, repeat=repeat)
         if out is None:
             out = empty_like(tensor, (sum(rows), *source.shape[1:]))
         target = self._output(out, source)
         _require_same_count("out", target, sum(parts))
-        return self._run(signature, source, target, timeout, async_op, input_start=start)
+        return self._run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def scatter(
         self,
@@ -284,6 +319,12 @@ class Communicator:
         Raises:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = None
+        if counts is None and out is not None:
+            repeat = (_SCATTER, tensor if self.rank == src else None, out, None, src, algorithm)
+            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+                return out
         self._require_rank("src", src)
         if self.rank != src:
             if out is None:
@@ -291,7 +332,8 @@ class Communicator:
             target = write_buffer(out)
             parts, _ = self._parts_from_own(target, counts)
             signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=int(src))
-            return self._run(signature, None, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+            start = sum(parts[: self.rank])
+            return self._run(signature, None, target, timeout_s, async_op, output_start=start, repeat=repeat)
         if tensor is None:
             raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
         source = read_buffer(tensor)
@@ -301,7 +343,8 @@ class Communicator:
         target = self._output(out, source)
         _require_same_count("out", target, parts[self.rank])
         signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=int(src))
-        return self._run(signature, source, target, timeout, async_op, output_start=sum(parts[: self.rank]))
+        start = sum(parts[: self.rank])
+        return self._run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_to_all(
         self,
@@ -331,6 +374,12 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`; CollectiveMismatchError if a rank sends another
             number of rows than its peer expects.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = None
+        if counts is None and output_counts is None and out is not None:
+            repeat = (_ALL_TO_ALL, tensor, out, None, 0, algorithm)
+            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+                return out
         source = read_buffer(tensor)
         parts, rows = self._parts(source, counts, "tensor")
         if output_counts is None:
@@ -354,7 +403,7 @@ class Communicator:
         if source.overlaps(target) and (source.address != target.address or len({*parts, *arriving}) > 1):
             raise ArgumentError("out overlaps tensor; all_to_all can only work in place if all counts are equal")
         signature = self._signature("all_to_all", source, counts=parts, output_counts=arriving, algorithm=algorithm)
-        return self._run(signature, source, target, timeout, async_op)
+        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def barrier(
         self, *, algorithm: Algorithm | None = None, timeout: float | None = None, async_op: bool = False
@@ -370,8 +419,12 @@ class Communicator:
         Raises:
             CommunicationError as in `all_reduce`.
         """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        repeat = (_BARRIER, None, None, None, 0, algorithm)
+        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+            return None
         signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
-        result: Work | None = self._run(signature, None, None, timeout, async_op)
+        result: Work | None = self._run(signature, None, None, timeout_s, async_op, repeat=repeat)
         return result
 
     def send(
@@ -399,7 +452,8 @@ class Communicator:
         self._require_peer("dst", dst, tag)
         buffer = read_buffer(tensor)
         signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, int(dst)), tag=int(tag))
-        work: Work | None = self._run(signature, buffer, None, timeout, async_op)
+        timeout_s = self.timeout_s if timeout is None else timeout
+        work: Work | None = self._run(signature, buffer, None, timeout_s, async_op)
         return work
 
     def recv(self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -420,7 +474,7 @@ class Communicator:
         self._require_peer("src", src, tag)
         buffer = write_buffer(tensor)
         signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(int(src), self.rank), tag=int(tag))
-        return self._run(signature, None, buffer, timeout, async_op)
+        return self._run(signature, None, buffer, self.timeout_s if timeout is None else timeout, async_op)
 
     # -- groups and life -----------------------------------------------------------------------------------------
 
@@ -449,7 +503,7 @@ class Communicator:
         signature = Signature("all_gather", DTYPES["int64"], counts=(2,) * self.world_size, caller="split")
         wishes = np.empty((self.world_size, 2), dtype=np.int64)
         start = 2 * self.rank
-        self._run(signature, read_buffer(mine), write_buffer(wishes), None, False, input_start=start)
+        self._run(signature, read_buffer(mine), write_buffer(wishes), self.timeout_s, False, input_start=start)
         members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes.tolist()) if wish == color)
         ranks = [rank for _, rank in members]
 
@@ -580,12 +634,26 @@ class Communicator:
         signature: Signature,
         source: Buffer | None,
         target: Buffer | None,
-        timeout: float | None,
+        timeout_s: float,
         async_op: bool,
-        **starts: int,
+        *,
+        input_start: int = 0,
+        output_start: int = 0,
+        repeat: Repeat | None = None,
     ) -> Any:
-        timeout_s = self.timeout_s if timeout is None else timeout
-        return self._runner.run(signature, source, target, timeout_s, async_op, **starts)
+        # What the engine finds calls by must not be mistaken for another: nothing whose identity may pass on.
+        if repeat is not None and not (repeat[5] is None or type(repeat[5]) is str):
+            repeat = None
+        return self._runner.run(
+            signature,
+            source,
+            target,
+            timeout_s,
+            async_op,
+            input_start=input_start,
+            output_start=output_start,
+            repeat=repeat,
+        )
 
 
 def _is_whole(value: Any, minimum: int = -(2**63)) -> bool:

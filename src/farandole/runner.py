@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import farandole._native as _native
 from farandole.buffers import Buffer
@@ -27,8 +27,11 @@ from farandole.work import Receipt, Work, require_timeout
 __all__ = ["Runner", "close_all"]
 
 _CLOSE_GRACE_S = 1.0
-_SPINS = 2000
-_SPINS_WHEN_CROWDED = 20
+_SPINS, _YIELDS = 2000, 0
+_SPINS_WHEN_CROWDED, _YIELDS_WHEN_CROWDED = 20, 100
+
+Repeat = tuple[int, Any, Any, Any, int, Any]
+"""Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
 
 _open: weakref.WeakSet[Runner] = weakref.WeakSet()
 
@@ -45,6 +48,10 @@ class Runner:
 
     Args:
         membership: the rank's place in its group.
+
+    Attributes:
+        repeats: runs calls that were made before without coming by here.
+        in_flight: the background calls whose results are not delivered yet.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -56,10 +63,12 @@ class Runner:
             rank=membership.rank,
             process_descriptors=membership.open_process_descriptors(),
             spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
+            yields=_YIELDS_WHEN_CROWDED if crowded else _YIELDS,
         )
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
-        self._lock = threading.Lock()  # guards what follows, and the stats
-        self._in_flight: deque[Work] = deque()
+        self.repeats = _native.Repeats(self._engine, weakref.WeakMethod(self.fail))
+        self._lock = threading.Lock()  # guards what follows
+        self.in_flight: deque[Work] = deque()
         self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
         self._process = os.getpid()
@@ -75,6 +84,7 @@ class Runner:
         *,
         input_start: int = 0,
         output_start: int = 0,
+        repeat: Repeat | None = None,
     ) -> Any:
         """Run the call that ``signature`` names on these buffers.
 
@@ -83,6 +93,7 @@ class Runner:
             source, target: its input and output, where it has them; they may be one.
             timeout_s: how long it may wait for other ranks.
             async_op: return a `Work` at once.
+            repeat: what to find this call by when it is made again, see `repeats`.
             input_start, output_start: where, in elements of the whole buffer, an input or output begins that holds this
                 rank's part alone. If the two overlap in memory, they must be views of one whole buffer.
 
@@ -94,21 +105,17 @@ class Runner:
         timeout_s = require_timeout("timeout", timeout_s)
         call = self._calls.settle(signature)
         arguments = (
-            call.plan,
+            call.native,
             0 if source is None else source.address,
             0 if target is None else target.address,
-            signature.dtype.code,
-            call.op_code,
-            call.divisor,
-            call.fingerprint,
-            signature.pair is None,
-            *call.record,
             timeout_s,
         )
 
         def finish(receipt: Receipt, _source: Buffer | None = source) -> Any:
-            """Deliver and count. As it holds both buffers, they live for as long as the call may use them."""
-            self._account(call, receipt)
+            """Deliver. As it holds both buffers, they live for as long as the call may use them."""
+            status, subject = receipt
+            if status != Abort.NONE:
+                self.fail(status, subject, call)
             if target is None:
                 return None
             if target.deliver is not None:
@@ -116,21 +123,24 @@ class Runner:
             return target.user
 
         if not async_op:
-            receipt = self._engine.run(*arguments)
+            result = finish(self._engine.run(*arguments))
             self._settle_finished_work()
-            return finish(receipt)
+            if repeat is not None:
+                itemsize = signature.dtype.itemsize
+                self.repeats.remember(*repeat, call.native, call, input_start * itemsize, output_start * itemsize)
+            return result
         work = Work(finish, f"{signature.collective} on rank {self._rank}")
         try:
             with self._lock:
-                self._in_flight.append(work)
+                self.in_flight.append(work)
             work.attach(self._engine.submit(*arguments))
         except Exception:
             with self._lock:  # the engine has not taken the call
-                self._in_flight.remove(work)
+                self.in_flight.remove(work)
             raise
         except BaseException:  # Ctrl-C, perhaps after the engine took it: keep the buffers for as long as the engine
             with self._lock:
-                self._in_flight.remove(work)
+                self.in_flight.remove(work)
                 self._orphans.append(work)
             raise
         self._settle_finished_work()
@@ -139,8 +149,7 @@ class Runner:
     def stats(self) -> list[CollectiveStats]:
         """What was done so far, per collective and algorithm."""
         self._settle_finished_work()
-        with self._lock:
-            return [entry for entry in self._calls.stats.values() if entry.calls]
+        return self._calls.stats()
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
@@ -171,7 +180,7 @@ class Runner:
         self._engine.close()
         reason, subject = self._engine.aborted()
         if self._failure is None and reason == Abort.MISMATCH:
-            raise self._fail(Abort(reason), subject, None)
+            self.fail(reason, subject, None)
         if self._failure is None:
             self._failure = CommunicatorClosedError("this communicator was closed on this rank")
 
@@ -181,27 +190,15 @@ class Runner:
         if engine is not None:
             engine.close()
 
-    def _account(self, call: Call, receipt: Receipt) -> None:
-        status, subject, bytes_sent, bytes_received, seconds = receipt
-        if status != Abort.NONE:
-            raise self._fail(Abort(status), subject, call)
-        stats = call.stats
-        with self._lock:
-            stats.calls += 1
-            stats.bytes_sent += bytes_sent
-            stats.bytes_received += bytes_received
-            stats.scheduled_bytes_sent += call.scheduled_bytes_sent
-            stats.payload_bytes += call.payload_bytes
-            stats.seconds += seconds
-
-    def _fail(self, reason: Abort, subject: int, call: Call | None) -> CommunicationError:
+    def fail(self, status: int, subject: int, call: Call | None) -> NoReturn:
+        """Raise the error for a run that ended with ``status``, which is about rank ``subject``."""
         with self._lock:
             if self._failure is None:
                 records = [CallRecord(*record) for record in self._engine.calls()]
                 self._failure = explain_failure(
-                    reason, subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
+                    Abort(status), subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
                 )
-            return type(self._failure)(*self._failure.args)
+            raise type(self._failure)(*self._failure.args)
 
     def _require_usable(self) -> None:
         self._require_own_process()
@@ -217,17 +214,17 @@ class Runner:
 
     def _settle_finished_work(self) -> None:
         """Deliver and count background calls that have ended, so that nobody need wait for them; forget them."""
-        while self._in_flight:
+        while self.in_flight:
             with self._lock:
-                if not self._in_flight or not self._in_flight[0].has_ended():
+                if not self.in_flight or not self.in_flight[0].has_ended():
                     return
-                work = self._in_flight.popleft()
+                work = self.in_flight.popleft()
             work.settle()
 
     def _wait_for_in_flight(self) -> None:
         limit = time.monotonic() + _CLOSE_GRACE_S
         unfinished = 0
-        for work in list(self._in_flight):
+        for work in list(self.in_flight):
             unfinished += not work.ends_within(max(0.0, limit - time.monotonic()))
         self._settle_finished_work()
         if unfinished:

@@ -18,8 +18,8 @@ __all__ = ["Receipt", "Work", "require_timeout"]
 _FOR_EVER_S = 1e9
 """Thirty years; longer times would not fit the engine's clock."""
 
-Receipt = tuple[int, int, int, int, float]
-"""What the engine says of a call: status, the rank it is about, bytes sent, bytes received, seconds."""
+Receipt = tuple[int, int]
+"""What the engine says of a call: status, and the rank that it is about."""
 
 
 def require_timeout(name: str, seconds: object) -> float:

@@ -1,0 +1,76 @@
+// Calls that were made before, found again by what the caller passes: the way from Python into the
+// engine that a small message can afford. What is not found here takes the long way, through
+// farandole/communicator.py and farandole/runner.py, which ends with remember().
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+#include "engine.hpp"
+
+namespace farandole {
+
+class Repeats {
+ public:
+  // `on_failure`: a weakref.WeakMethod, called with (status, subject, call) where a run failed; it
+  // raises. Weak, as its owner owns this.
+  Repeats(std::shared_ptr<Engine> engine, nanobind::object on_failure)
+      : engine_(std::move(engine)), on_failure_(std::move(on_failure)) {}
+
+  // Runs the call that remember() was told for such arguments; true if it did so, false if it is
+  // unknown or anything about it is unusual.
+  //
+  // `source`, `target`: what provides the buffers, or None; the same object if in place.
+  // `op`, `algorithm`: str or None, told apart by identity. `root`: an int. `timeout_s`: a float.
+  bool run(int collective, nanobind::handle source, nanobind::handle target, nanobind::handle op,
+           nanobind::handle root, nanobind::handle algorithm, nanobind::handle timeout_s);
+
+  // `call`: what on_failure is called with. The starts are those of the part that an input or
+  // output is of a whole buffer, in bytes: where the two overlap, they must be views of one.
+  void remember(int collective, nanobind::handle source, nanobind::handle target,
+                nanobind::object op, nanobind::handle root, nanobind::object algorithm,
+                std::shared_ptr<SettledCall> settled, nanobind::object call,
+                std::int64_t input_start, std::int64_t output_start);
+
+ private:
+  struct Key {
+    std::uint64_t kind = 0;  // collective, root, format, which buffers there are
+    std::int64_t source_bytes = 0;
+    std::int64_t source_rows = 0;
+    std::int64_t target_bytes = 0;
+    const PyObject* op = nullptr;
+    const PyObject* algorithm = nullptr;
+    bool operator==(const Key&) const = default;
+    bool set_kind(int collective, nanobind::handle root) noexcept;  // false if no usual root
+  };
+  struct Hash {
+    std::size_t operator()(const Key& key) const noexcept;
+  };
+  struct Known {
+    std::shared_ptr<SettledCall> settled;
+    nanobind::object call;
+    nanobind::object op;         // this and the next: kept, so that no other object gets their
+    nanobind::object algorithm;  // address
+    std::int64_t input_start;
+    std::int64_t output_start;
+  };
+  class Views;
+
+  static constexpr std::size_t kMost = 4096;
+
+  std::shared_ptr<Engine> engine_;
+  nanobind::object on_failure_;
+  std::unordered_map<Key, Known, Hash> known_;  // guarded by the GIL
+};
+
+// Runs `call` with the GIL released. Throws what a signal handler raised meanwhile.
+Receipt run_without_gil(Engine& engine, const Call& call);
+
+// `seconds` as the engine takes it; none if infinite.
+std::optional<std::chrono::nanoseconds> timeout_of(double seconds) noexcept;
+
+}  // namespace farandole
