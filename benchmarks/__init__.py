@@ -1,0 +1,1 @@
+"""Measurements beyond ``farandole bench``; not part of the package."""
