@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 
 import farandole
-from farandole import rendezvous
+from farandole import rendezvous, runner
 from farandole.local_world import LocalWorld
 
+TIGHT = (rendezvous, "_geometry", lambda world_size: (2, 64))
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 
 
@@ -57,15 +58,17 @@ def nothing_left_behind():
 class KeptWorlds:
     """World size -> a local world that is kept for the next test; for tests that do not break it."""
 
-    def __init__(self, geometry=rendezvous._geometry) -> None:
+    def __init__(self, *patches) -> None:
         self.made: dict[int, LocalWorld] = {}
-        self.geometry = geometry
+        self.patches = patches
 
     def __call__(self, world_size: int) -> LocalWorld:
         if world_size in self.made and self.made[world_size][0].aborted:
             self.made.pop(world_size).close()  # another test failed on it
         if world_size not in self.made:
-            with mock.patch.object(rendezvous, "_geometry", self.geometry):
+            with contextlib.ExitStack() as stack:
+                for target, name, value in self.patches:
+                    stack.enter_context(mock.patch.object(target, name, value))
                 self.made[world_size] = farandole.local(world_size, timeout_s=60)
         return self.made[world_size]
 
@@ -83,5 +86,12 @@ def worlds():
 @pytest.fixture(scope="session")
 def tight_worlds():
     """As `worlds`, with channels of two slots of a cache line: whatever is not tiny fills them many times over."""
-    with contextlib.closing(KeptWorlds(lambda world_size: (2, 64))) as kept:
+    with contextlib.closing(KeptWorlds(TIGHT)) as kept:
+        yield kept
+
+
+@pytest.fixture(scope="session")
+def mapped_worlds():
+    """As `tight_worlds`; whatever lies in registered memory travels mapped, however small it is."""
+    with contextlib.closing(KeptWorlds(TIGHT, (runner, "_SMALLEST_MAPPED_BYTES", 0))) as kept:
         yield kept

@@ -37,6 +37,9 @@ def one_call(comm: farandole.Communicator, choice: random.Random, largest: int) 
     root, background = choice.randrange(n), choice.random() < 0.5
     name = choice.choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier"])
     mine = np.arange(count * n, dtype=np.float32) + comm.rank
+    if choice.random() < 0.3:
+        mine, private = comm.empty(mine.shape), mine
+        mine[:] = private
     if name == "barrier":
         work = comm.barrier(async_op=background)
     elif name in ("broadcast", "reduce"):

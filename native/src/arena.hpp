@@ -19,6 +19,10 @@
 // `taken` is written by its one reader alone, after it has read the slot: a writer that loads it
 // may fill the slot again (store-release, load-acquire).
 //
+// A segment may also lie in registered memory of its writer, which its readers read in place
+// (mapped). The stamp and `taken` order that memory as they order a slot: the writer does not touch
+// it from the stamp until every reader has taken the segment.
+//
 // A slot is plain memory. The writer owns it while it is free, its readers while it is published.
 //
 // For `sleeping` and `doorbell` see RankState. stamp, taken and sleeping are used with seq_cst,
@@ -54,7 +58,8 @@ enum class Abort : std::uint32_t {
   peer_lost,
   requested,
   interrupted,
-  out_of_memory
+  out_of_memory,
+  unmapped  // it could not map the registered memory of another
 };
 
 // What a rank is in, for the errors and the status display of other ranks. Written by its rank
@@ -72,6 +77,14 @@ struct CallRecord {
   std::atomic<std::uint64_t> agreement{0};
 };
 
+// How other ranks open a rank's registered memory (heap.hpp). Written once, by the rank; `bytes`
+// last, release, and 0 until then.
+struct HeapCard {
+  std::atomic<std::uint64_t> bytes{0};
+  std::atomic<std::int32_t> process{0};
+  std::atomic<std::int32_t> descriptor{0};
+};
+
 struct alignas(kCacheLine) RankState {
   // Counted up by whoever wakes this rank; this rank sleeps on it. (seq_cst, see above)
   std::atomic<std::uint32_t> doorbell{0};
@@ -81,6 +94,7 @@ struct alignas(kCacheLine) RankState {
   // 1 once this rank has closed. Written by this rank alone, release; what it published before is
   // then visible.
   std::atomic<std::uint32_t> closed{0};
+  HeapCard heap;
   alignas(kCacheLine) CallRecord call;
 };
 
@@ -97,14 +111,16 @@ struct alignas(kCacheLine) Counter {
   std::atomic<std::uint64_t> value{0};
 };
 
-// What a segment is a part of.
+// What a segment is.
 struct Label {
   std::uint64_t fingerprint = 0;  // of the call
-  std::uint64_t total_bytes = 0;  // of the whole publication
+  std::uint64_t total_bytes = 0;  // of the whole publication that it is a part of
+  // If it travels mapped, where it begins in the writer's heap, plus 1; 0 if it lies in the slot.
+  std::uint64_t heap_position = 0;
 };
 
 struct alignas(kCacheLine) SlotHeader {
-  static constexpr std::size_t kInlineBytes = 40;
+  static constexpr std::size_t kInlineBytes = 32;
 
   std::atomic<std::uint64_t> stamp{0};  // of the segment that it holds, counted from 1
   Label label;

@@ -41,7 +41,7 @@ std::span<const Row> as_rows(const Array& array) {
   return {reinterpret_cast<const Row*>(array.data()), array.shape(0)};
 }
 
-std::shared_ptr<Plan> make_plan(Rows32<5> operations, Rows32<4> operands, Ints32 operand_ends,
+std::shared_ptr<Plan> make_plan(Rows32<6> operations, Rows32<4> operands, Ints32 operand_ends,
                                 Ints32 after, Ints32 after_ends, Ints64 size_bytes,
                                 Slots input_slots, Slots output_slots, std::int64_t num_work_slots,
                                 Ints32 size_classes, std::uint32_t rank, std::uint32_t world_size,
@@ -116,6 +116,24 @@ bool wait_for_work(Work& work, double timeout_s) {
   return true;
 }
 
+using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>, nb::c_contig>;
+
+// Registered memory, which goes back to its heap with the array.
+Bytes allocate(Engine& engine, std::size_t num_bytes) {
+  struct Owner {
+    std::shared_ptr<Heap> heap;
+    std::byte* memory;
+  };
+  auto heap = engine.heap();
+  std::byte* memory = heap->allocate(num_bytes);
+  auto* owner = new Owner{std::move(heap), memory};
+  const nb::capsule capsule(owner, [](void* pointer) noexcept {
+    const std::unique_ptr<Owner> released(static_cast<Owner*>(pointer));
+    released->heap->free(released->memory);
+  });
+  return Bytes(reinterpret_cast<std::uint8_t*>(memory), {num_bytes}, capsule);
+}
+
 using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
                              std::int64_t, double, bool>;
 
@@ -184,11 +202,12 @@ NB_MODULE(_native, module) {
   nb::class_<Engine>(module, "Engine")
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
                        std::vector<int> process_descriptors, std::uint32_t spins,
-                       std::uint32_t yields) {
+                       std::uint32_t yields, std::size_t smallest_mapped_bytes) {
              return std::make_shared<Engine>(std::move(arena), rank, std::move(process_descriptors),
-                                             Patience{spins, yields});
+                                             Tuning{spins, yields, smallest_mapped_bytes});
            }),
-           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "yields"_a)
+           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "yields"_a,
+           "smallest_mapped_bytes"_a)
       .def(
           "run",
           [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,
@@ -215,6 +234,7 @@ NB_MODULE(_native, module) {
              const auto [reason, subject] = engine.aborted();
              return std::pair{static_cast<int>(reason), subject};
            })
+      .def("allocate", &allocate, "num_bytes"_a)
       .def("calls", &calls_of)
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
 

@@ -36,25 +36,31 @@ class Writer {
   // True if the next segment has a free slot.
   bool has_room() noexcept {
     if (published_ - taken_ < num_slots_) return true;
-    std::uint64_t taken = published_;
-    for (const std::uint32_t reader : readers_) {
-      taken = std::min(taken, channel_.taken(reader).load(std::memory_order_seq_cst));
-    }
-    taken_ = taken;
+    look();
     return published_ - taken_ < num_slots_;
   }
 
-  // True if `reader` has not made room for the next segment.
-  bool waits_for(std::uint32_t reader) const noexcept {
-    return published_ - channel_.taken(reader).load(std::memory_order_seq_cst) >= num_slots_;
+  // True if `reader` has not made room for the next segment; with `whole`, if it has not taken all.
+  bool waits_for(std::uint32_t reader, bool whole = false) const noexcept {
+    const std::uint64_t taken = channel_.taken(reader).load(std::memory_order_seq_cst);
+    return published_ - taken >= (whole ? 1 : num_slots_);
   }
   const std::vector<std::uint32_t>& readers() const noexcept { return readers_; }
 
-  // pre: has_room()
+  // Segments published so far, and how many of them every reader has taken.
+  std::uint64_t published() const noexcept { return published_; }
+  std::uint64_t taken() noexcept {
+    if (taken_ != published_) look();
+    return taken_;
+  }
+
+  // pre: has_room(). `data` is copied, unless the label says where it lies.
   void publish(const std::byte* data, std::size_t bytes, const Label& label) noexcept {
     SlotHeader& header = channel_.header(slot_);
     header.label = label;
-    if (bytes != 0) std::memcpy(channel_.data(slot_, bytes), data, bytes);
+    if (bytes != 0 && label.heap_position == 0) {
+      std::memcpy(channel_.data(slot_, bytes), data, bytes);
+    }
     header.stamp.store(++published_, std::memory_order_seq_cst);
     slot_ = slot_ + 1 == num_slots_ ? 0 : slot_ + 1;
     for (RankState* state : states_) wake(*state);
@@ -63,6 +69,14 @@ class Writer {
   std::size_t num_readers() const noexcept { return readers_.size(); }
 
  private:
+  void look() noexcept {
+    std::uint64_t taken = published_;
+    for (const std::uint32_t reader : readers_) {
+      taken = std::min(taken, channel_.taken(reader).load(std::memory_order_seq_cst));
+    }
+    taken_ = taken;
+  }
+
   Channel channel_;
   std::vector<std::uint32_t> readers_;
   std::vector<RankState*> states_;

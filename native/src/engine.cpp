@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -70,15 +71,16 @@ void Work::finish(const Receipt& receipt) noexcept {
 }
 
 Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
-               std::vector<int> process_descriptors, Patience patience)
+               std::vector<int> process_descriptors, Tuning tuning)
     : arena_(std::move(arena)),
       rank_(rank),
       world_size_(arena_->geometry().world_size),
       process_descriptors_(std::move(process_descriptors)),
-      patience_(patience),
+      tuning_(tuning),
       forks_(num_forks()),
       writers_(world_size_),
-      readers_(std::size_t{2} * world_size_) {
+      readers_(std::size_t{2} * world_size_),
+      peer_heaps_(world_size_) {
   process_descriptors_.resize(world_size_, kThisProcess);
 }
 
@@ -211,10 +213,10 @@ Receipt Engine::execute(const Call& call, const Interrupted& interrupted) {
     return run_plan(call, interrupted);
   } catch (...) {  // nothing here throws but for want of memory
     abort(Abort::out_of_memory, rank_);
-    Receipt receipt;
-    std::tie(receipt.status, receipt.subject) = aborted();
-    return receipt;
   }
+  Receipt receipt;
+  std::tie(receipt.status, receipt.subject) = aborted();
+  return receipt;
 }
 
 Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
@@ -251,7 +253,11 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
                  [](const Plan::Operation& operation) { return operation.num_turns; });
   active_.assign(plan.first().begin(), plan.first().end());
   sources_.resize(plan.max_operands());
-  while (!active_.empty() && receipt.status == Abort::none) {
+  mapped_.clear();
+  if (own_heap_.load(std::memory_order_acquire) != nullptr) {
+    mapped_from_.assign(operations.size(), 0);
+  }
+  while (receipt.status == Abort::none && !is_over(plan)) {
     if (!sweep(call, receipt) && receipt.status == Abort::none) {
       wait(call, receipt, interrupted, deadline);
     }
@@ -298,12 +304,28 @@ void Engine::finish_operation(const Plan::Operation& operation) {
   }
 }
 
-bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment,
-                      const Plan& plan) const noexcept {
+bool Engine::is_ready(const Plan::Operation& operation, std::uint32_t segment, const Plan& plan) {
   return std::all_of(operation.after.begin(), operation.after.end(), [&](const auto& earlier) {
     const std::uint32_t all = plan.operations()[earlier.operation].num_segments;
-    return done_[earlier.operation] >= (earlier.whole ? all : std::min(segment + 1, all));
+    return progress(earlier.operation, plan) >= (earlier.whole ? all : std::min(segment + 1, all));
   });
+}
+
+// Segments of an operation that are over and done with, for those that run after it.
+std::uint32_t Engine::progress(std::uint32_t index, const Plan& plan) {
+  if (mapped_.empty() || mapped_from_[index] == 0) return done_[index];
+  const std::uint64_t start = mapped_from_[index] - 1;
+  const std::uint64_t taken = writer(plan.operations()[index].channel).taken();
+  return taken < start
+             ? 0
+             : static_cast<std::uint32_t>(std::min<std::uint64_t>(taken - start, done_[index]));
+}
+
+// Whether all is done, and nobody reads this call's buffers any more.
+bool Engine::is_over(const Plan& plan) {
+  return active_.empty() && std::all_of(mapped_.begin(), mapped_.end(), [&](std::uint32_t index) {
+           return progress(index, plan) == plan.operations()[index].num_segments;
+         });
 }
 
 // Does the next segment of an operation. False if it must wait, or found a mismatch (then
@@ -314,17 +336,29 @@ bool Engine::advance(std::uint32_t index, const Call& call, Receipt& receipt) {
   if (!is_ready(operation, segment, *call.settled->plan)) return false;
   const std::size_t offset = segment * operation.segment_bytes;
   const std::size_t bytes = std::min(operation.segment_bytes, operation.bytes - offset);
-  const bool moved = operation.publishes ? publish_segment(operation, offset, bytes, call, receipt)
+  const bool moved = operation.publishes ? publish_segment(index, offset, bytes, call, receipt)
                                          : combine_segment(operation, offset, bytes, call, receipt);
   if (moved) ++done_[index];
   return moved;
 }
 
-bool Engine::publish_segment(const Plan::Operation& operation, std::size_t offset,
-                             std::size_t bytes, const Call& call, Receipt& receipt) {
+bool Engine::publish_segment(std::uint32_t index, std::size_t offset, std::size_t bytes,
+                             const Call& call, Receipt& receipt) {
+  const Plan::Operation& operation = call.settled->plan->operations()[index];
   Writer& end = writer(operation.channel);
   if (!end.has_room()) return false;
-  end.publish(at(operation.place, call) + offset, bytes, {call_fingerprint_, operation.bytes});
+  const std::byte* whole = at(operation.place, call);
+  Label label{call_fingerprint_, operation.bytes};
+  const Heap* heap = own_heap_.load(std::memory_order_acquire);
+  if (heap != nullptr && done_[index] == 0 && operation.mapped &&
+      operation.bytes >= tuning_.smallest_mapped_bytes && heap->contains(whole, operation.bytes)) {
+    mapped_from_[index] = end.published() + 1;
+    mapped_.push_back(index);
+  }
+  if (!mapped_.empty() && mapped_from_[index] != 0) {
+    label.heap_position = heap->offset_of(whole) + offset + 1;
+  }
+  end.publish(whole + offset, bytes, label);
   receipt.bytes_sent += bytes * end.num_readers();
   return true;
 }
@@ -347,7 +381,13 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
       std::tie(receipt.status, receipt.subject) = aborted();
       return false;
     }
-    sources_[i] = end.data(bytes);
+    sources_[i] = label.heap_position == 0
+                      ? end.data(bytes)
+                      : mapped_at(operand.peer, label.heap_position - 1, bytes);
+    if (sources_[i] == nullptr) {
+      std::tie(receipt.status, receipt.subject) = aborted();
+      return false;
+    }
     receipt.bytes_received += bytes;
   }
   std::byte* target = at(operation.place, call) + offset;
@@ -364,6 +404,36 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
   return true;
 }
 
+// What lies in the registered memory of another rank. Null, after an abort, if it cannot be had.
+const std::byte* Engine::mapped_at(std::uint32_t peer, std::uint64_t position, std::size_t bytes) {
+  auto& heap = peer_heaps_[peer];
+  try {
+    if (!heap) heap = std::make_unique<PeerHeap>(arena_->rank(peer).heap);
+  } catch (const std::system_error&) {
+    // A process that ends closes its files before it is seen to have ended.
+    pollfd descriptor{process_descriptors_[peer], POLLIN, 0};
+    poll(&descriptor, 1, 1000);
+    if (is_gone(peer)) {
+      abort(Abort::peer_lost, peer);
+    } else {
+      abort(Abort::unmapped, rank_);
+    }
+    return nullptr;
+  }
+  const std::byte* memory = heap->at(position, bytes);
+  if (memory == nullptr) abort(Abort::unmapped, rank_);
+  return memory;
+}
+
+std::shared_ptr<Heap> Engine::heap() {
+  const std::lock_guard lock(heap_mutex_);
+  if (!heap_) {
+    heap_ = std::make_shared<Heap>(arena_->rank(rank_).heap);
+    own_heap_.store(heap_.get(), std::memory_order_release);
+  }
+  return heap_;
+}
+
 std::byte* Engine::at(const Plan::Place& place, const Call& call) const noexcept {
   switch (place.region) {
     case Region::input:
@@ -377,23 +447,28 @@ std::byte* Engine::at(const Plan::Place& place, const Call& call) const noexcept
   return work_memory_.get() + place.offset;
 }
 
-// Returns once some operation went on, or with receipt.status set.
+// Whether there is no need to wait any more.
+bool Engine::moves(const Call& call, Receipt& receipt) {
+  return sweep(call, receipt) || receipt.status != Abort::none || is_over(*call.settled->plan);
+}
+
+// Returns once some operation went on or all is over, or with receipt.status set.
 void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
                   Clock::time_point deadline) {
-  for (std::uint32_t spin = 0; spin < patience_.spins; ++spin) {
+  for (std::uint32_t spin = 0; spin < tuning_.spins; ++spin) {
     pause_briefly();
-    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+    if (moves(call, receipt)) return;
   }
-  for (std::uint32_t yield = 0; yield < patience_.yields; ++yield) {
+  for (std::uint32_t yield = 0; yield < tuning_.yields; ++yield) {
     sched_yield();
-    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+    if (moves(call, receipt)) return;
   }
   RankState& self = arena_->rank(rank_);
   while (true) {
     const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
     self.sleeping.store(1, std::memory_order_seq_cst);
-    const bool progress = sweep(call, receipt);
-    if (!progress && receipt.status == Abort::none) {
+    const bool moved = moves(call, receipt);
+    if (!moved) {
       std::tie(receipt.status, receipt.subject) = aborted();
       if (receipt.status == Abort::none) {
         const auto left =
@@ -407,8 +482,7 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
       }
     }
     self.sleeping.store(0, std::memory_order_seq_cst);
-    if (progress || receipt.status != Abort::none) return;
-    if (sweep(call, receipt) || receipt.status != Abort::none) return;
+    if (moved || receipt.status != Abort::none || moves(call, receipt)) return;
     if (interrupted && interrupted()) abort(Abort::interrupted, rank_);
     check_peers(call);
   }
@@ -426,19 +500,30 @@ void Engine::check_agreement() noexcept {
   }
 }
 
+// Aborts if a rank that `end` waits for will never come; with `whole`, for it to take all.
+void Engine::check_readers(const Writer& end, bool whole) {
+  for (const std::uint32_t peer : end.readers()) {
+    if (end.waits_for(peer, whole) && is_gone(peer) && end.waits_for(peer, whole)) {
+      abort(Abort::peer_lost, peer);
+    }
+  }
+}
+
 // Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
   if (call.settled->sequenced) check_agreement();
+  const Plan& plan = *call.settled->plan;
+  for (const std::uint32_t index : mapped_) {
+    const Plan::Operation& operation = plan.operations()[index];
+    if (progress(index, plan) < operation.num_segments) {
+      check_readers(writer(operation.channel), true);
+    }
+  }
   for (const std::uint32_t index : active_) {
     const Plan::Operation& operation = call.settled->plan->operations()[index];
     if (!is_ready(operation, done_[index], *call.settled->plan)) continue;
     if (operation.publishes) {
-      const Writer& end = writer(operation.channel);
-      for (const std::uint32_t peer : end.readers()) {
-        if (end.waits_for(peer) && is_gone(peer) && end.waits_for(peer)) {
-          abort(Abort::peer_lost, peer);
-        }
-      }
+      check_readers(writer(operation.channel), false);
       continue;
     }
     for (const Plan::Operand& operand : operation.operands) {

@@ -20,6 +20,7 @@
 
 #include "arena.hpp"
 #include "endpoint.hpp"
+#include "heap.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
 
@@ -65,10 +66,13 @@ struct Receipt {
   std::uint64_t bytes_received = 0;
 };
 
-// How long a rank that waits looks again before it goes to sleep.
-struct Patience {
-  std::uint32_t spins = 0;   // looks while it keeps its core
-  std::uint32_t yields = 0;  // looks after that, each time the others of its core had their turn
+struct Tuning {
+  // How often a rank that waits looks again before it goes to sleep: while it keeps its core, and
+  // after that, each time the others of its core had their turn.
+  std::uint32_t spins = 0;
+  std::uint32_t yields = 0;
+  // Below this a copy costs less than to wait until the readers are through.
+  std::size_t smallest_mapped_bytes = 0;
 };
 
 // The future of a submitted call. Its owner may be any thread.
@@ -98,7 +102,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // `process_descriptors`: per rank a pidfd, which the engine then owns, or one of the two above.
   Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
-         Patience patience);
+         Tuning tuning);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -118,6 +122,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
   // Whether this process was forked from the one that made this engine: then nothing here works.
   bool is_forked() const noexcept;
+  // Memory that the other ranks read in place, made when first asked for. From any thread.
+  std::shared_ptr<Heap> heap();
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
   // Aborts with a mismatch if another rank is known to have made another call last.
   void close() noexcept;
@@ -131,19 +137,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Receipt execute(const Call& call, const Interrupted& interrupted);  // throws nothing of its own
   Receipt run_plan(const Call& call, const Interrupted& interrupted);
   bool advance(std::uint32_t index, const Call& call, Receipt& receipt);
-  bool publish_segment(const Plan::Operation& operation, std::size_t offset, std::size_t bytes,
-                       const Call& call, Receipt& receipt);
+  bool publish_segment(std::uint32_t index, std::size_t offset, std::size_t bytes, const Call& call,
+                       Receipt& receipt);
   bool combine_segment(const Plan::Operation& operation, std::size_t offset, std::size_t bytes,
                        const Call& call, Receipt& receipt);
   bool sweep(const Call& call, Receipt& receipt);
   void finish_operation(const Plan::Operation& operation);
-  bool is_ready(const Plan::Operation& operation, std::uint32_t segment,
-                const Plan& plan) const noexcept;
+  bool is_ready(const Plan::Operation& operation, std::uint32_t segment, const Plan& plan);
+  std::uint32_t progress(std::uint32_t index, const Plan& plan);
+  bool is_over(const Plan& plan);
+  bool moves(const Call& call, Receipt& receipt);
+  const std::byte* mapped_at(std::uint32_t peer, std::uint64_t position, std::size_t bytes);
   std::byte* at(const Plan::Place& place, const Call& call) const noexcept;
   void wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
             std::chrono::steady_clock::time_point deadline);
   void check_agreement() noexcept;
   void check_peers(const Call& call);
+  void check_readers(const Writer& end, bool whole);
   std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;
   void ring_all() noexcept;
@@ -155,15 +165,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::uint32_t rank_;
   const std::uint32_t world_size_;
   std::vector<int> process_descriptors_;
-  const Patience patience_;
+  const Tuning tuning_;
   const std::uint64_t forks_;  // of this process, when the engine was made
 
   // Used by whoever holds the turn (`busy`), and by nobody else.
   std::vector<std::unique_ptr<Writer>>
       writers_;  // by dst; at rank_: the shared channel. Made when first used.
   std::vector<std::unique_ptr<Reader>>
-      readers_;                        // by src; at world_size_ + src: its shared channel
-  std::vector<std::uint32_t> done_;    // segments, per operation
+      readers_;  // by src; at world_size_ + src: its shared channel
+  std::vector<std::unique_ptr<PeerHeap>> peer_heaps_;  // mapped when first read
+  std::vector<std::uint32_t> done_;                    // segments, per operation
+  // Per operation that is a publication and travels mapped, where it begins in its channel, plus 1.
+  std::vector<std::uint64_t> mapped_from_;
+  std::vector<std::uint32_t> mapped_;  // which they are
   std::vector<std::uint32_t> turns_;   // channels on which it must still wait, per operation
   std::vector<std::uint32_t> active_;  // operations whose turn has come, in program order
   std::vector<const std::byte*> sources_;
@@ -173,6 +187,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t history_ =
       0;  // fingerprint of the last collective, which holds those of all before
   std::uint64_t call_fingerprint_ = 0;
+
+  std::mutex heap_mutex_;
+  std::shared_ptr<Heap> heap_;  // guarded by heap_mutex_
+  // The same, set once; for whoever holds the turn. (release, acquire)
+  std::atomic<Heap*> own_heap_{nullptr};
 
   // What callers share with the engine's own thread. In a child forked from the owner that thread
   // does not exist, and the lock may be held for ever: there it is neither used nor destroyed.

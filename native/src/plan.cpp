@@ -86,6 +86,7 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
     Operation operation{};
     operation.publishes = column.reader != ProgramColumns::kCombine;
     operation.completes = column.completes != 0;
+    operation.mapped = column.mapped != 0;
     operation.bytes = static_cast<std::size_t>(at(layout.size_bytes, column.size, "size"));
     operation.place = place(column.region, column.slot, operation.bytes);
     operation.segment_bytes = segment_bytes(operation.bytes, max_segment_bytes);

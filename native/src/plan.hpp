@@ -15,9 +15,9 @@ enum class Region : std::uint8_t { input, output, work };
 // One rank's program as flat columns; see farandole/program.py for what it means.
 struct ProgramColumns {
   // Per operation: region, slot, size index, reader (kCombine for a combination, kEveryone for a
-  // shared publication), 1 if it completes the sum.
+  // shared publication), 1 if it completes the sum, 1 if it may travel mapped.
   struct Operation {
-    std::int32_t region, slot, size, reader, completes;
+    std::int32_t region, slot, size, reader, completes, mapped;
   };
   // Per operand: peer (kLocal for a place of this rank), then 1 if shared, or region and slot.
   struct Operand {
@@ -68,6 +68,7 @@ class Plan : public std::enable_shared_from_this<Plan> {
   struct Operation {
     bool publishes;
     bool completes;
+    bool mapped;  // may travel so
     Place place;
     std::size_t bytes;
     std::size_t segment_bytes;

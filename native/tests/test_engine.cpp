@@ -27,11 +27,11 @@ struct Program {
 
   void publish(std::int32_t region, std::int32_t slot, std::int32_t reader,
                const std::vector<std::int32_t>& waits_for = {}) {
-    append({region, slot, slot, reader, 0}, {}, waits_for);
+    append({region, slot, slot, reader, 0, 1}, {}, waits_for);
   }
   void combine(std::int32_t slot, const std::vector<Columns::Operand>& sources, bool completes,
                const std::vector<std::int32_t>& waits_for = {}) {
-    append({1, slot, slot, Columns::kCombine, completes ? 1 : 0}, sources, waits_for);
+    append({1, slot, slot, Columns::kCombine, completes ? 1 : 0, 0}, sources, waits_for);
   }
   std::int32_t last() const { return static_cast<std::int32_t>(operations.size()) - 1; }
 
@@ -144,7 +144,7 @@ void on_all_ranks(const std::shared_ptr<Arena>& arena, const std::function<void(
   std::vector<std::thread> threads;
   for (std::uint32_t rank = 0; rank < arena->geometry().world_size; ++rank) {
     threads.emplace_back([&, rank] {
-      Engine engine(arena, rank, {}, Patience{50, 2});
+      Engine engine(arena, rank, {}, Tuning{50, 2});
       body(engine);
     });
   }
@@ -202,6 +202,92 @@ void test_all_reduce(MakeProgram make_program, std::uint32_t n, std::int64_t num
   testing::check_equal(sent.load(), volume * static_cast<std::uint64_t>(count));
 }
 
+// As test_all_reduce, with the buffers in registered memory: on all ranks, or on every other one.
+void test_mapped_all_reduce(std::uint32_t n, std::int64_t count, bool all) {
+  const auto arena = Arena::create({n, 2, 16 * 1024, 7});
+  std::atomic<std::size_t> wrong{0};
+  on_all_ranks(arena, [&](Engine& engine) {
+    const std::uint32_t rank = engine.rank();
+    const auto plan =
+        bind_plan(ring_all_reduce(static_cast<std::int32_t>(rank), static_cast<std::int32_t>(n)),
+                  split(count, n), rank, arena->geometry());
+    const auto size = static_cast<std::size_t>(count);
+    std::vector<std::int32_t> buffer(size);
+    const auto heap = engine.heap();
+    auto* memory = reinterpret_cast<std::int32_t*>(heap->allocate(size * 4));
+    std::int32_t* data = all || rank % 2 == 0 ? memory : buffer.data();
+    for (int round = 0; round < 5; ++round) {
+      for (std::size_t i = 0; i < size; ++i) data[i] = element(rank, i, round);
+      Call call = make_call(plan, buffer);
+      call.input = reinterpret_cast<const std::byte*>(data);
+      call.output = reinterpret_cast<std::byte*>(data);
+      wrong += engine.run(call, {}).status != Abort::none;
+      for (std::size_t i = 0; i < size; ++i) {
+        std::int64_t sum = 0;
+        for (std::uint32_t peer = 0; peer < n; ++peer) sum += element(peer, i, round);
+        wrong += data[i] != static_cast<std::int32_t>(sum);
+      }
+    }
+    heap->free(reinterpret_cast<std::byte*>(memory));
+  });
+  testing::check_equal(wrong.load(), std::size_t{0});
+}
+
+// A publication that travels mapped is over only when its reader has taken it: not before, or the
+// caller would change what is still read; and not never, if the reader is gone.
+void test_a_mapped_reader_that_is_gone() {
+  const auto arena = Arena::create({2, 4, 16 * 1024, 7});
+  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Program sends;
+  sends.publish(0, 0, 1);
+  std::vector<std::int32_t> buffer(100);
+  const auto heap = engine.heap();
+  std::byte* memory = heap->allocate(400);
+  Call call = make_call(bind_plan(sends, {100}, 0, arena->geometry()), buffer);
+  call.input = memory;
+  std::atomic<bool> ended{false};
+  Receipt receipt;
+  std::thread caller([&] {
+    receipt = engine.run(call, {});
+    ended = true;
+  });
+  Reader reader(*arena, 0, 1, 1);
+  while (!reader.has_data()) std::this_thread::yield();
+  testing::check(!ended, "the call lasts until its reader is through");
+  testing::check_equal(reader.label().heap_position, heap->offset_of(memory) + 1);
+  arena->rank(1).closed.store(1);
+  caller.join();
+  testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::peer_lost));
+  testing::check_equal(receipt.subject, 1U);
+  heap->free(memory);
+}
+
+void test_heap() {
+  const auto arena = Arena::create({1, 2, 64, 7});
+  Heap heap(arena->rank(0).heap);
+  std::vector<std::byte*> blocks;
+  for (const std::size_t bytes : {1, 4096, 4097, 40'960}) blocks.push_back(heap.allocate(bytes));
+  testing::check_equal(blocks[2] - blocks[1], std::ptrdiff_t{4096});
+  testing::check_equal(blocks[3] - blocks[2], std::ptrdiff_t{8192});
+  // Holes that meet become one: in either order, and in between.
+  heap.free(blocks[0]);
+  heap.free(blocks[2]);
+  testing::check_equal(heap.allocate(3 * 4096) - blocks[3], std::ptrdiff_t{40'960});
+  heap.free(blocks[1]);
+  testing::check(heap.allocate(4 * 4096) == blocks[0], "three holes became one");
+  PeerHeap peer(arena->rank(0).heap);
+  blocks[3][7] = std::byte{42};
+  testing::check(*peer.at(heap.offset_of(blocks[3]) + 7, 1) == std::byte{42}, "it reads the same");
+  testing::check(peer.at(~std::uint64_t{0}, 1) == nullptr, "not beyond the end");
+  bool refused = false;
+  try {
+    heap.allocate(std::size_t{1} << 60);
+  } catch (const std::bad_alloc&) {
+    refused = true;
+  }
+  testing::check(refused, "more than there is");
+}
+
 // Rank 0 calls with a fingerprint or a size of its own: every rank must hear of it, whoever finds
 // it.
 void test_mismatch(bool other_size) {
@@ -245,7 +331,7 @@ void test_absence(Abort expected) {
 void test_absence_behind_a_slow_reader() {
   const auto arena = Arena::create({3, 2, 16 * 1024, 7});
   arena->rank(2).closed.store(1);
-  Engine engine(arena, 0, {}, Patience{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 2});
   const auto plan = bind_plan(one_shot_all_reduce(0, 3), {60'000}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(60'000);
   const Receipt receipt = engine.run(make_call(plan, buffer), {});
@@ -262,7 +348,7 @@ void test_disagreement_on_closing() {
     Program sends;
     sends.publish(0, 0, static_cast<std::int32_t>(1 - rank));
     const Call call = make_call(bind_plan(sends, {4}, rank, arena->geometry()), buffer, rank);
-    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, Patience{5, 2}));
+    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, Tuning{5, 2}));
     const Receipt receipt = engines.back()->run(call, {});
     testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::none));
   }
@@ -273,7 +359,7 @@ void test_disagreement_on_closing() {
 
 void test_interruption() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Patience{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const Receipt receipt = engine.run(make_call(plan, buffer), [] { return true; });
@@ -282,7 +368,7 @@ void test_interruption() {
 
 void test_close_with_work() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Patience{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const auto first = engine.submit(make_call(plan, buffer));
@@ -298,7 +384,7 @@ void test_close_with_work() {
 // The engine's thread sleeps while a synchronous call runs; closing must wake it all the same.
 void test_close_during_a_call() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Patience{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 2});
   std::vector<std::int32_t> one(1);
   const auto alone = bind_plan(ring_all_reduce(0, 1), {1}, 0, arena->geometry());
   engine.submit(make_call(alone, one))->wait_for(std::chrono::minutes(1));
@@ -392,6 +478,11 @@ int main() {
       }
     }
   }
+  for (const std::uint32_t n : {2U, 3U, 5U}) {
+    for (const bool all : {false, true}) test_mapped_all_reduce(n, 50'021, all);
+  }
+  test_a_mapped_reader_that_is_gone();
+  test_heap();
   test_mismatch(false);
   test_mismatch(true);
   test_absence(Abort::timeout);

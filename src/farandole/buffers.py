@@ -7,8 +7,10 @@ done.
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from farandole.dtypes import DType, dtype_named
 from farandole.errors import ArgumentError
 
-__all__ = ["Buffer", "empty_like", "read_buffer", "write_buffer"]
+__all__ = ["Buffer", "empty_like", "read_buffer", "registered_array", "write_buffer"]
 
 
 @dataclass(slots=True)
@@ -106,6 +108,35 @@ def empty_like(value: Any, shape: tuple[int, ...]) -> Any:
     if _is_torch(value):
         return value.detach().new_empty(shape)
     return np.empty(shape, dtype=_as_array(value).dtype)
+
+
+def registered_array(allocate: Callable[[int], Any], shape: int | Sequence[int], dtype: Any) -> Any:
+    """An array or tensor in memory that ``allocate`` gives, as so many bytes of a numpy array.
+
+    Raises:
+        ArgumentError: no such shape or dtype, or there is no memory for it.
+    """
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(dtype, torch.dtype)
+    try:
+        numpy_dtype = None if is_torch else np.dtype(dtype)
+        name = str(dtype).removeprefix("torch.") if numpy_dtype is None else numpy_dtype.name
+        lengths = (
+            (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
+        )
+    except TypeError as error:
+        raise ArgumentError(f"shape is {shape!r} and dtype {dtype!r}: {error}") from None
+    itemsize = dtype_named(name).itemsize
+    if any(length < 0 for length in lengths):
+        raise ArgumentError(f"shape is {shape!r}; its lengths must be >= 0")
+    nbytes = math.prod(lengths) * itemsize
+    try:
+        memory = allocate(nbytes) if nbytes else np.empty(0, dtype=np.uint8)
+    except (MemoryError, RuntimeError, TypeError) as error:
+        raise ArgumentError(f"there is no registered memory for shape {lengths} of {name}, {nbytes} bytes") from error
+    if torch is not None and is_torch:
+        return torch.from_numpy(memory).view(dtype).reshape(lengths)
+    return memory.view(numpy_dtype).reshape(lengths)
 
 
 def _is_torch(value: Any) -> bool:

@@ -476,6 +476,25 @@ class Communicator:
         signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(int(src), self.rank), tag=int(tag))
         return self._run(signature, None, buffer, self.timeout_s if timeout is None else timeout, async_op)
 
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """A new array in *registered memory*, which the other ranks of this communicator read where it lies: calls on
+        it need no copies in between. Not a collective; ranks may have more or fewer of them, and mix them with others.
+
+        Args:
+            shape: of the array.
+            dtype: a numpy dtype or its name, or a torch dtype.
+
+        Returns:
+            A numpy array, or a torch tensor for a torch dtype, of zeros. Its memory goes back when it and all views of
+            it are gone; it may outlive the communicator.
+
+        Raises:
+            ArgumentError: no such shape or dtype, or there is no memory for it.
+        """
+        return self._runner.empty(shape, dtype)
+
     # -- groups and life -----------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0, *, timeout_s: float | None = None) -> Communicator | None:

@@ -34,6 +34,7 @@ class Abort(IntEnum):
     REQUESTED = 4
     INTERRUPTED = 5
     OUT_OF_MEMORY = 6
+    UNMAPPED = 7
 
 
 def explain_failure(
@@ -70,6 +71,11 @@ def explain_failure(
         return PeerLostError(f"{text}\n{where}")
     if reason == Abort.OUT_OF_MEMORY:
         return CommunicatorClosedError(f"rank {subject} ran out of memory in {record}")
+    if reason == Abort.UNMAPPED:
+        return CommunicatorClosedError(
+            f"rank {subject} could not map the registered memory of another rank in {record}; ranks that share memory "
+            f"must be allowed to open one another's files in /proc"
+        )
     if reason == Abort.INTERRUPTED:
         return CommunicatorClosedError(
             f"rank {subject} was interrupted in the middle of a call; its last call was {record}"

@@ -14,7 +14,7 @@ shared channels all readers must agree on that order; where they do not, that st
 reader.
 
 What must wait for what follows from the places: a read waits for the last write, a write waits for the last write and
-for all reads since.
+for all reads since. Which publications may travel mapped follows from that (`farandole.program_verifier.with_mapped`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from farandole.collectives import Promise, owner_of_chunk
 from farandole.program import Combine, Local, Operation, Place, Program, Publish, Region, Remote
+from farandole.program_verifier import with_mapped
 from farandole.schedule import Schedule
 from farandole.verifier import Assignment, Interpretation
 
@@ -61,7 +62,7 @@ def lower(interpretation: Interpretation) -> tuple[Program, ...]:
                 builders[src].publish(slot, interpretation.sent[index], EVERYONE)
         for assignment in assignments:
             builders[assignment.rank].combine(assignment, rows, shared)
-    return tuple(builder.finish() for builder in builders)
+    return with_mapped(tuple(builder.finish() for builder in builders))
 
 
 def size_index(schedule: Schedule, chunk: int, rank: int) -> int:

@@ -140,7 +140,7 @@ def _sizes(schedule: Schedule, counts: Sequence[int], output_counts: Sequence[in
 def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int32], ...]:
     """The program as the flat columns that native/src/plan.hpp describes."""
     combines, is_local = -2, -1
-    operations: list[tuple[int, int, int, int, int]] = []
+    operations: list[tuple[int, int, int, int, int, int]] = []
     operands: list[tuple[int, int, int, int]] = []
     operand_ends: list[int] = []
     after: list[int] = []
@@ -148,7 +148,7 @@ def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int
     for operation in program.operations:
         region, slot = operation.place
         if isinstance(operation, Combine):
-            operations.append((region, slot, operation.size, combines, int(operation.completes)))
+            operations.append((region, slot, operation.size, combines, int(operation.completes), 0))
             for operand in operation.operands:
                 if isinstance(operand, Local):
                     operands.append((is_local, 0, *operand.place))
@@ -156,12 +156,12 @@ def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int
                     operands.append((ranks[operand.peer], int(operand.shared), 0, 0))
         else:
             reader = ranks[operation.reader] if operation.reader >= 0 else -1
-            operations.append((region, slot, operation.size, reader, 0))
+            operations.append((region, slot, operation.size, reader, 0, int(operation.mapped)))
         operand_ends.append(len(operands))
         after.extend(operation.after)
         after_ends.append(len(after))
     return (
-        np.array(operations, dtype=np.int32).reshape(-1, 5),
+        np.array(operations, dtype=np.int32).reshape(-1, 6),
         np.array(operands, dtype=np.int32).reshape(-1, 4),
         np.array(operand_ends, dtype=np.int32),
         np.array(after, dtype=np.int32),

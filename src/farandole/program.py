@@ -14,6 +14,10 @@ Operations are listed in program order, but only two things order them: each cha
 order, and an operation waits for those in its ``after``: segment by segment if both are of one size, else for the
 whole. Everything else may overlap.
 
+A publication *travels* staged, copied into the channel, or mapped: its readers read the place itself, where it lies in
+memory that they can read. Then the place must stay as it is until they are through, and whatever runs after the
+publication waits for that. A publication for which that could end in a circle is never mapped.
+
 A *place* is a slot in one of three regions: the caller's input, the caller's output, or work memory. Input and output
 may be the same memory; then slot s of both is the same place.
 """
@@ -62,12 +66,14 @@ class Publish(NamedTuple):
         size: index into the table of sizes that is given when the program runs.
         reader: the one rank that reads it, or -1: every other rank does.
         after: indices of the operations that this one waits for.
+        mapped: whether it may travel mapped.
     """
 
     place: Place
     size: int
     reader: int
     after: tuple[int, ...]
+    mapped: bool = False
 
 
 class Combine(NamedTuple):

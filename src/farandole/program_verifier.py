@@ -9,9 +9,10 @@ run deadlocks; if it stops early, every run does.
 That is for chunks of a few segments. Chunks of any number of segments, each its own, are the matter of a second
 argument. Let an operation *need* another if some segment of it waits for some segment of the other: a publication needs
 the combinations that make room, a combination the publications that it takes, and each what it runs after or comes next
-to on a channel. Operations that need one another in a circle must go on side by side, segment by segment. They can,
-unless one of them waits for the *end* of another of the circle: then, for chunks long enough to fill the channels,
-none of them ever ends. So no circle may hold such a wait; that is checked, and is enough for all sizes and rooms.
+to on a channel; after a publication that may travel mapped, also the combinations that take it. Operations that need
+one another in a circle must go on side by side, segment by segment. They can, unless one of them waits for the *end* of
+another of the circle: then, for chunks long enough to fill the channels, none of them ever ends. So no circle may hold
+such a wait; that is checked, and is enough for all sizes and rooms.
 
 Contents are the same in every run as well, if any two operations of a rank that touch one place, one of them writing
 it, are ordered. That is checked operation by operation.
@@ -56,7 +57,7 @@ def verify_programs(
     run = _Run(programs, interpretation.promise, channel_segments)
     run.execute()
     run.require_finished()
-    _require_no_circle(programs, run)
+    _Needs(run).require_no_circle()
     run.require_promise_kept(interpretation)
 
 
@@ -99,44 +100,103 @@ def _waits_for(program: Program, index: int, other: int) -> bool:
     return False
 
 
-def _require_no_circle(programs: Sequence[Program], run: _Run) -> None:
-    """No operation may wait for the end of one that needs it in turn: see the top of this file."""
-    first = [0, *accumulate(len(program.operations) for program in programs)]
-    needs: list[list[int]] = [[] for _ in range(first[-1])]
-    awaits_end: list[tuple[int, int]] = []
-    for program in programs:
+def with_mapped(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """``programs``, with each publication marked that may travel mapped: as many as there can be without a circle."""
+    staged: set[tuple[int, int]] = set()
+    while True:
+        chosen = tuple(_mapped_but_for(program, staged) for program in programs)
+        circular = _Needs(_Wiring(chosen)).mapped_in_circles()
+        if not circular:
+            return chosen
+        staged |= circular
+
+
+def _mapped_but_for(program: Program, staged: set[tuple[int, int]]) -> Program:
+    operations = tuple(
+        operation._replace(mapped=(program.rank, index) not in staged) if isinstance(operation, Publish) else operation
+        for index, operation in enumerate(program.operations)
+    )
+    return program._replace(operations=operations)
+
+
+class _Needs:
+    """Which operation of all ranks needs which: see the top of this file."""
+
+    def __init__(self, wiring: _Wiring) -> None:
+        self.programs = wiring.programs
+        self.first = [0, *accumulate(len(program.operations) for program in self.programs)]
+        self.at_once: list[list[int]] = [[] for _ in range(self.first[-1])]  # needed for one and the same segment
+        self.room: list[tuple[int, int]] = []  # needed for an earlier segment: publication, combination
+        self.ends: list[tuple[int, int]] = []  # of at_once, those whose end is needed
+        self.mapped: list[tuple[int, int, tuple[int, int]]] = []  # of at_once, those due to a mapped publication
+        for program in self.programs:
+            self._add_program(program, wiring)
+        for (src, _), queue in wiring.queues.items():
+            writers = [self.first[src] + index for index in queue.writers]
+            takers = [[self.first[rank] + index for index in line] for rank, line in queue.takers.items()]
+            for line in (writers, *takers):
+                for earlier, later in pairwise(line):
+                    self.at_once[later].append(earlier)
+                    self.ends.append((later, earlier))
+            for line in takers:
+                for writer, taker in zip(writers, line, strict=False):
+                    self.room.append((writer, taker))
+                    self.at_once[taker].append(writer)
+
+    def _add_program(self, program: Program, wiring: _Wiring) -> None:
+        classes = program.size_classes
         for index, operation in enumerate(program.operations):
-            me = first[program.rank] + index
+            me = self.first[program.rank] + index
             for earlier in operation.after:
-                needs[me].append(first[program.rank] + earlier)
-                other = program.operations[earlier].size
-                if program.size_classes[other] != program.size_classes[operation.size]:
-                    awaits_end.append((me, needs[me][-1]))
-    for (src, _), queue in run.queues.items():
-        writers = [first[src] + index for index in queue.writers]
-        takers = [[first[rank] + index for index in operations] for rank, operations in queue.takers.items()]
-        for line in (writers, *takers):
-            for earlier, later in pairwise(line):
-                needs[later].append(earlier)
-                awaits_end.append((later, earlier))
-        for line in takers:
-            for writer, taker in zip(writers, line, strict=True):
-                needs[writer].append(taker)
-                needs[taker].append(writer)
-    circle = _strong_components(needs)
-    for waiting, awaited in awaits_end:
-        if circle[waiting] == circle[awaited]:
-            rank = bisect_right(first, waiting) - 1
-            index, other = waiting - first[rank], awaited - first[rank]
-            operations = programs[rank].operations
-            raise VerificationError(
-                f"deadlock once chunks are long enough to fill their channels: rank {rank} waits, in operation {index} "
-                f"({_describe(operations[index])}), for the end of its operation {other} "
-                f"({_describe(operations[other])}), which needs the first to go on; put what is sent between them into "
-                f"another step or slot",
-                rank=rank,
-                chunk=operations[index].place.slot,
-            )
+                other = program.operations[earlier]
+                needed = [self.first[program.rank] + earlier]
+                if isinstance(other, Publish) and other.mapped:
+                    takers = [self.first[r] + taker for r, taker in wiring.takers_of(program.rank, earlier)]
+                    needed += takers
+                    self.mapped += [(me, taker, (program.rank, earlier)) for taker in takers]
+                self.at_once[me] += needed
+                if classes[other.size] != classes[operation.size]:
+                    self.ends += [(me, item) for item in needed]
+
+    def mapped_in_circles(self) -> set[tuple[int, int]]:
+        """(rank, operation) of the mapped publications that make a circle in which nothing could go on."""
+        if not self.mapped:
+            return set()
+        circle = _strong_components(self.at_once)
+        found = {publication for me, taker, publication in self.mapped if circle[me] == circle[taker]}
+        if not found:
+            circle, stuck = self._stuck_circles()
+            found = {publication for me, taker, publication in self.mapped if circle[me] == circle[taker] in stuck}
+        return found
+
+    def _stuck_circles(self) -> tuple[list[int], set[int]]:
+        """Per operation the number of its circle, and the circles in which one needs the end of another."""
+        edges = [list(needed) for needed in self.at_once]
+        for publication, combination in self.room:
+            edges[publication].append(combination)
+        circle = _strong_components(edges)
+        return circle, {circle[me] for me, awaited in self.ends if circle[me] == circle[awaited]}
+
+    def require_no_circle(self) -> None:
+        """No operation may wait for the end of one that needs it in turn."""
+        circle, _ = self._stuck_circles()
+        for waiting, awaited in self.ends:
+            if circle[waiting] == circle[awaited]:
+                rank, index = self._name(waiting)
+                other_rank, other = self._name(awaited)
+                operation = self.programs[rank].operations[index]
+                raise VerificationError(
+                    f"deadlock once chunks are long enough to fill their channels: rank {rank} waits, in operation "
+                    f"{index} ({_describe(operation)}), for the end of operation {other} of rank {other_rank} "
+                    f"({_describe(self.programs[other_rank].operations[other])}), which needs the first to go on; put "
+                    f"what is sent between them into another step or slot",
+                    rank=rank,
+                    chunk=operation.place.slot,
+                )
+
+    def _name(self, item: int) -> tuple[int, int]:
+        rank = bisect_right(self.first, item) - 1
+        return rank, item - self.first[rank]
 
 
 def _strong_components(edges: list[list[int]]) -> list[int]:
@@ -207,23 +267,22 @@ class _Queue:
     taken: dict[int, int] = field(default_factory=dict)  # per reader: segments taken so far
 
 
-class _Run:
-    """One run of all programs, as far as it goes."""
+class _Wiring:
+    """Who uses which channel when, and who waits for whom."""
 
-    def __init__(self, programs: Sequence[Program], promise: Promise, channel_segments: int) -> None:
+    def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
-        self.room = channel_segments
-        self.segments = channel_segments + 1  # a chunk that does not fit its channel
-        self.values = Values()
         self.queues: dict[Channel, _Queue] = {}
-        self.done = [[0] * len(program.operations) for program in programs]
         self.turn: list[list[dict[Channel, int]]] = []  # per rank and operation: its turn on each channel it uses
         self.followers: list[list[list[int]]] = []  # per rank and operation: who waits for it
-        self.contents: list[dict[Place, list[int]]] = [{} for _ in programs]
-        for (rank, slot), chunk in promise.before.items():
-            self.contents[rank][Place(Region.INPUT, slot)] = [self.values.leaf(chunk, rank)] * self.segments
         for program in programs:
             self._plan(program)
+
+    def takers_of(self, rank: int, index: int) -> list[tuple[int, int]]:
+        """(rank, operation) of the combinations that take publication ``index`` of ``rank``."""
+        ((channel, turn),) = self.turn[rank][index].items()
+        takers = self.queues[channel].takers
+        return [(reader, line[turn]) for reader, line in takers.items() if turn < len(line)]
 
     def _plan(self, program: Program) -> None:
         turns: list[dict[Channel, int]] = []
@@ -253,6 +312,20 @@ class _Run:
             readers = (dst,) if dst >= 0 else tuple(r for r in range(len(self.programs)) if r != src)
             self.queues[channel] = _Queue(readers, taken=dict.fromkeys(readers, 0))
         return self.queues[channel]
+
+
+class _Run(_Wiring):
+    """One run of all programs, as far as it goes. All publications travel mapped that may: the others wait for less."""
+
+    def __init__(self, programs: Sequence[Program], promise: Promise, channel_segments: int) -> None:
+        super().__init__(programs)
+        self.room = channel_segments
+        self.segments = channel_segments + 1  # a chunk that does not fit its channel
+        self.values = Values()
+        self.done = [[0] * len(program.operations) for program in programs]
+        self.contents: list[dict[Place, list[int]]] = [{} for _ in programs]
+        for (rank, slot), chunk in promise.before.items():
+            self.contents[rank][Place(Region.INPUT, slot)] = [self.values.leaf(chunk, rank)] * self.segments
 
     def execute(self) -> None:
         """Let every operation go on until none can."""
@@ -293,7 +366,19 @@ class _Run:
                 found.append((rank, own[turn + 1]))
             for other, operations in ends:
                 found.extend((other, operations[t]) for t in (turn, turn + 1) if t < len(operations))
+            if isinstance(operation, Combine) and turn < len(queue.writers):
+                src = channel[0]
+                found.extend((src, follower) for follower in self.followers[src][queue.writers[turn]])
         return found
+
+    def _progress(self, rank: int, index: int) -> int:
+        """Segments of an operation that are over and done with, for those that run after it."""
+        operation = self.programs[rank].operations[index]
+        done = self.done[rank][index]
+        if isinstance(operation, Publish) and operation.mapped:
+            ((channel, turn),) = self.turn[rank][index].items()
+            done = min(done, min(self.queues[channel].taken.values()) - turn * self.segments)
+        return done
 
     def _may_advance(self, rank: int, index: int, operation: Operation) -> bool:
         segment = self.done[rank][index]
@@ -303,8 +388,7 @@ class _Run:
         for earlier in operation.after:
             other = program.operations[earlier].size
             segmentwise = program.size_classes[other] == program.size_classes[operation.size]
-            needed = segment + 1 if segmentwise else self.segments
-            if self.done[rank][earlier] < needed:
+            if self._progress(rank, earlier) < (segment + 1 if segmentwise else self.segments):
                 return False
         for channel, turn in self.turn[rank][index].items():
             queue = self.queues[channel]
@@ -367,7 +451,7 @@ class _Run:
         )
 
     def _blocker(self, rank: int, index: int, operation: Operation) -> str:
-        unfinished = [earlier for earlier in operation.after if self.done[rank][earlier] < self.segments]
+        unfinished = [earlier for earlier in operation.after if self._progress(rank, earlier) < self.segments]
         if unfinished:
             return f"its operation {unfinished[0]}"
         if isinstance(operation, Publish):

@@ -13,10 +13,11 @@ import time
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import farandole._native as _native
-from farandole.buffers import Buffer
+from farandole.buffers import Buffer, registered_array
 from farandole.call_records import CallRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
@@ -27,8 +28,9 @@ from farandole.work import Receipt, Work, require_timeout
 __all__ = ["Runner", "close_all"]
 
 _CLOSE_GRACE_S = 1.0
-_SPINS, _YIELDS = 2000, 0
-_SPINS_WHEN_CROWDED, _YIELDS_WHEN_CROWDED = 20, 100
+_SPINS, _YIELDS = 2000, 1000
+_SMALLEST_MAPPED_BYTES = 256 * 1024
+_SPINS_WHEN_CROWDED, _YIELDS_WHEN_CROWDED = 20, 1000
 
 Repeat = tuple[int, Any, Any, Any, int, Any]
 """Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
@@ -64,6 +66,7 @@ class Runner:
             process_descriptors=membership.open_process_descriptors(),
             spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
             yields=_YIELDS_WHEN_CROWDED if crowded else _YIELDS,
+            smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
         )
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
         self.repeats = _native.Repeats(self._engine, weakref.WeakMethod(self.fail))
@@ -145,6 +148,11 @@ class Runner:
             raise
         self._settle_finished_work()
         return work
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """See `Communicator.empty`."""
+        self._require_usable()
+        return registered_array(self._engine.allocate, shape, dtype)
 
     def stats(self) -> list[CollectiveStats]:
         """What was done so far, per collective and algorithm."""

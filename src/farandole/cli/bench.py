@@ -67,6 +67,9 @@ def bench(
     ] = None,
     iterations: Annotated[int, typer.Option("-i", "--iterations", min=1, help="Timed calls per row.")] = 20,
     warmup: Annotated[int, typer.Option("-w", "--warmup", min=0, help="Calls per row before those.")] = 5,
+    registered: Annotated[
+        bool, typer.Option("--registered", help="Buffers in registered memory, as Communicator.empty gives.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Count wrong elements; any makes the exit code 1.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> None:
@@ -96,7 +99,7 @@ def bench(
         farandole bench -n 8 -c reduce_scatter --dtype bfloat16 --json > result.json
     """
     counts = _checked_counts(collective, ranks, min_bytes, max_bytes, factor, dtype, op, root, algorithm)
-    settings = Settings(collective, counts, dtype, op, root, algorithm, iterations, warmup, check)
+    settings = Settings(collective, counts, dtype, op, root, algorithm, iterations, warmup, check, registered)
     report = Report(settings, ranks, as_json)
     command = ["farandole.cli.bench_worker", json.dumps(asdict(settings))]
     with report:

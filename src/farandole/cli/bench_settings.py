@@ -24,6 +24,7 @@ class Settings:
         algorithm: a name, PATH.py:FUNCTION, or None to let farandole choose.
         iterations, warmup: timed calls, and calls before those.
         check: whether to count wrong elements.
+        registered: whether the buffers lie in registered memory.
     """
 
     collective: str
@@ -35,6 +36,7 @@ class Settings:
     iterations: int
     warmup: int
     check: bool
+    registered: bool
 
 
 @dataclass(frozen=True, slots=True)

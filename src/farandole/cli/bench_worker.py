@@ -133,8 +133,9 @@ class Buffers:
         collective = settings.collective
         part_count = count // communicator.world_size if is_parted(collective) else count
         self.part = slice(communicator.rank * part_count, (communicator.rank + 1) * part_count)
-        whole = np.empty(count, bench.dtype)
-        other = whole if in_place else np.empty(count, bench.dtype)
+        empty = communicator.empty if settings.registered else np.empty
+        whole = empty(count, bench.dtype)
+        other = whole if in_place else empty(count, bench.dtype)
         self.input = whole[self.part] if collective in _PART_GOES_IN else whole
         self.output = other[self.part] if collective in _PART_COMES_OUT else other
 

@@ -1,0 +1,116 @@
+#include "heap.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace farandole {
+namespace {
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+std::size_t page_bytes() noexcept { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+}  // namespace
+
+Heap::Heap(HeapCard& card) {
+  const std::size_t size = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
+  descriptor_ = memfd_create("farandole", MFD_CLOEXEC);
+  if (descriptor_ < 0) fail("cannot create registered memory");
+  void* memory = MAP_FAILED;
+  if (fchmod(descriptor_, S_IRUSR | S_IWUSR) == 0 &&
+      ftruncate(descriptor_, static_cast<off_t>(size)) == 0) {
+    memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  }
+  if (memory == MAP_FAILED) {
+    const int error = errno;
+    close(descriptor_);
+    errno = error;
+    fail("cannot map registered memory");
+  }
+  madvise(memory, size,
+          MADV_HUGEPAGE);  // a wish: fewer page faults and look-ups where it is granted
+  memory_ = {static_cast<std::byte*>(memory), size};
+  unused_.emplace(0, size);
+  card.process.store(getpid(), std::memory_order_relaxed);
+  card.descriptor.store(descriptor_, std::memory_order_relaxed);
+  card.bytes.store(size, std::memory_order_release);
+}
+
+Heap::~Heap() {
+  munmap(memory_.data(), memory_.size());
+  close(descriptor_);
+}
+
+std::byte* Heap::allocate(std::size_t bytes) {
+  if (bytes > memory_.size()) throw std::bad_alloc();
+  const std::size_t length = (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+  const std::lock_guard lock(mutex_);
+  for (auto hole = unused_.begin(); hole != unused_.end(); ++hole) {
+    const auto [offset, room] = *hole;
+    if (room < length) continue;
+    // Takes the pages now: to find out at the first touch that there are none would be a signal.
+    if (fallocate(descriptor_, 0, static_cast<off_t>(offset), static_cast<off_t>(length)) != 0) {
+      throw std::bad_alloc();
+    }
+    used_.emplace(offset, length);
+    unused_.erase(hole);
+    if (room > length) unused_.emplace(offset + length, room - length);
+    return memory_.data() + offset;
+  }
+  throw std::bad_alloc();
+}
+
+void Heap::free(std::byte* memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto found = used_.find(offset_of(memory));
+  auto [offset, length] = *found;
+  used_.erase(found);
+  // Gives the pages back; those of the next owner are zero again.
+  fallocate(descriptor_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+            static_cast<off_t>(length));
+  auto next = unused_.lower_bound(offset);
+  if (next != unused_.end() && next->first == offset + length) {
+    length += next->second;
+    next = unused_.erase(next);
+  }
+  if (next != unused_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset) {
+      before->second += length;
+      return;
+    }
+  }
+  unused_.emplace_hint(next, offset, length);
+}
+
+PeerHeap::PeerHeap(const HeapCard& card) {
+  const std::size_t size = card.bytes.load(std::memory_order_acquire);
+  const std::string path = "/proc/" + std::to_string(card.process.load(std::memory_order_relaxed)) +
+                           "/fd/" + std::to_string(card.descriptor.load(std::memory_order_relaxed));
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) fail("cannot open the registered memory of another rank");
+  struct stat status{};
+  void* memory = MAP_FAILED;
+  if (fstat(descriptor, &status) == 0 && std::cmp_greater_equal(status.st_size, size)) {
+    memory = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
+  }
+  const int error = errno;
+  close(descriptor);
+  errno = error;
+  if (memory == MAP_FAILED) fail("cannot map the registered memory of another rank");
+  memory_ = {static_cast<const std::byte*>(memory), size};
+}
+
+PeerHeap::~PeerHeap() { munmap(const_cast<std::byte*>(memory_.data()), memory_.size()); }
+
+}  // namespace farandole
