@@ -18,6 +18,21 @@ namespace {
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers do not know
+
+// Maps `size` bytes of a file, from an address that huge pages can start at.
+std::span<std::byte> map_aligned(int descriptor, std::size_t size, int protection) noexcept {
+  void* space = mmap(nullptr, size + kHugePage, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (space == MAP_FAILED) return {};
+  const auto address = reinterpret_cast<std::uintptr_t>(space);
+  auto* aligned = static_cast<std::byte*>(space) + (kHugePage - address % kHugePage) % kHugePage;
+  void* memory = mmap(aligned, size, protection, MAP_SHARED | MAP_FIXED, descriptor, 0);
+  return memory == MAP_FAILED ? std::span<std::byte>{}
+                              : std::span{static_cast<std::byte*>(memory), size};
+}
+
 std::size_t page_bytes() noexcept { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
 }  // namespace
@@ -26,20 +41,18 @@ Heap::Heap(HeapCard& card) {
   const std::size_t size = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
   descriptor_ = memfd_create("farandole", MFD_CLOEXEC);
   if (descriptor_ < 0) fail("cannot create registered memory");
-  void* memory = MAP_FAILED;
   if (fchmod(descriptor_, S_IRUSR | S_IWUSR) == 0 &&
       ftruncate(descriptor_, static_cast<off_t>(size)) == 0) {
-    memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    memory_ = map_aligned(descriptor_, size, PROT_READ | PROT_WRITE);
   }
-  if (memory == MAP_FAILED) {
+  if (memory_.empty()) {
     const int error = errno;
     close(descriptor_);
     errno = error;
     fail("cannot map registered memory");
   }
-  madvise(memory, size,
+  madvise(memory_.data(), size,
           MADV_HUGEPAGE);  // a wish: fewer page faults and look-ups where it is granted
-  memory_ = {static_cast<std::byte*>(memory), size};
   unused_.emplace(0, size);
   card.process.store(getpid(), std::memory_order_relaxed);
   card.descriptor.store(descriptor_, std::memory_order_relaxed);
@@ -53,19 +66,25 @@ Heap::~Heap() {
 
 std::byte* Heap::allocate(std::size_t bytes) {
   if (bytes > memory_.size()) throw std::bad_alloc();
-  const std::size_t length = (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+  const std::size_t unit = bytes < kHugePage ? page_bytes() : kHugePage;
+  const std::size_t length = (bytes + unit - 1) / unit * unit;
   const std::lock_guard lock(mutex_);
   for (auto hole = unused_.begin(); hole != unused_.end(); ++hole) {
-    const auto [offset, room] = *hole;
-    if (room < length) continue;
+    const auto [start, end] = std::pair{hole->first, hole->first + hole->second};
+    const std::size_t offset = (start + unit - 1) / unit * unit;
+    if (offset + length > end) continue;
     // Takes the pages now: to find out at the first touch that there are none would be a signal.
     if (fallocate(descriptor_, 0, static_cast<off_t>(offset), static_cast<off_t>(length)) != 0) {
       throw std::bad_alloc();
     }
     used_.emplace(offset, length);
     unused_.erase(hole);
-    if (room > length) unused_.emplace(offset + length, room - length);
-    return memory_.data() + offset;
+    if (offset > start) unused_.emplace(start, offset - start);
+    if (end > offset + length) unused_.emplace(offset + length, end - offset - length);
+    std::byte* memory = memory_.data() + offset;
+    // A wish, too: where it is not granted, pages stay small.
+    if (unit == kHugePage) madvise(memory, length, kCollapse);
+    return memory;
   }
   throw std::bad_alloc();
 }
@@ -100,15 +119,13 @@ PeerHeap::PeerHeap(const HeapCard& card) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) fail("cannot open the registered memory of another rank");
   struct stat status{};
-  void* memory = MAP_FAILED;
   if (fstat(descriptor, &status) == 0 && std::cmp_greater_equal(status.st_size, size)) {
-    memory = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
+    memory_ = map_aligned(descriptor, size, PROT_READ);
   }
   const int error = errno;
   close(descriptor);
   errno = error;
-  if (memory == MAP_FAILED) fail("cannot map the registered memory of another rank");
-  memory_ = {static_cast<const std::byte*>(memory), size};
+  if (memory_.empty()) fail("cannot map the registered memory of another rank");
 }
 
 PeerHeap::~PeerHeap() { munmap(const_cast<std::byte*>(memory_.data()), memory_.size()); }
