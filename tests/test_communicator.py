@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import array
 import gc
+import math
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 from pathlib import Path
@@ -228,6 +232,14 @@ REFUSED = {
     "a text for a tag": (lambda c: c.send(np.zeros(2), 1 - c.rank, tag="a"), ArgumentError, "tag is 'a'"),
     "a fraction for a color": (lambda c: c.split(1.5), ArgumentError, "color is 1.5"),
     "a text for a key": (lambda c: c.split(0, "a"), ArgumentError, "key is 'a'"),
+    "no root": (lambda c: c.broadcast(np.zeros(2), None), ArgumentError, "src is None"),
+    "no root for reduce": (lambda c: c.reduce(np.zeros(2), None), ArgumentError, "dst is None"),
+    "two roots": (lambda c: c.reduce(np.zeros(2), np.array([0, 1]), out=np.zeros(2)), ArgumentError, "dst is array"),
+    "two roots for gather": (
+        lambda c: c.gather(np.zeros(2), np.array([0, 1]), out=np.zeros(4)),
+        ArgumentError,
+        "dst is array",
+    ),
     "a huge count": (lambda c: c.all_gather(np.zeros((0, 4)), counts=[0, 2**70]), ArgumentError, "more than memory"),
     "a numpy scalar": (lambda c: c.all_reduce(np.float64(3)), ArgumentError, r"scalar .* np\.array\(3\.0\)"),
     "a tensor in a graph": (
@@ -779,3 +791,177 @@ def test_an_interrupted_start_keeps_the_arrays_for_as_long_as_the_engine_uses_th
         runner._engine = runner._engine.engine
         world.run(lambda comm: comm.barrier())
         assert alive()[7] == 14.0
+
+
+def run_alone(body: str, timeout: int = 60) -> subprocess.CompletedProcess:
+    """``body`` as a program of its own, in a world of one or with local worlds."""
+    program = "import threading, time, signal, sys, os, gc\nimport numpy as np\nimport farandole\n" + textwrap.dedent(
+        body
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize("how", ["close", "barrier", "abort"])
+def test_a_signal_handler_may_not_call_but_may_end_the_call_that_it_interrupts(how):
+    ended = run_alone(
+        f"""
+        world = farandole.local(2, timeout_s=60)
+        def handler(number, frame):
+            try:
+                world[0].{how}()
+            except farandole.ArgumentError as error:
+                print("refused:", "from within another" in str(error))
+                world[0].abort()
+        signal.signal(signal.SIGUSR1, handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        try:
+            world[0].all_reduce(np.ones(3))
+        except farandole.CommunicatorClosedError as error:
+            print("ended:", error)
+        world[1].close()
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ("refused: True" in ended.stdout) == (how == "barrier")
+    assert ("closed on this rank" if how == "close" else "rank 0 aborted") in ended.stdout
+
+
+@pytest.mark.parametrize("waits_in", ["world[r].all_reduce(a)", "world[r].all_reduce(a, async_op=True).wait()"])
+def test_daemon_threads_in_a_call_do_not_spoil_the_end_of_the_process(waits_in):
+    for _ in range(5):
+        ended = run_alone(
+            f"""
+            world = farandole.local(2, timeout_s=60)
+            a = np.ones(9)
+            def forever(r):
+                while True: {waits_in}
+            for r in (0, 0, 1, 0, 0): threading.Thread(target=forever, args=(r,), daemon=True).start()
+            time.sleep(0.2)  # nothing depends on how far they are
+            sys.stderr = open("/dev/null", "w")  # the threads say how their calls ended
+            """
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FAILS_AT_THE_END = {
+    "a mismatch that nobody waited for": """
+        world = farandole.local(2, timeout_s=60)
+        works = [world[r].all_reduce(np.ones(3 + r), async_op=True) for r in range(2)]
+        while not all(work.has_ended() for work in works): time.sleep(0.001)
+        """,
+    "roots that differ": """
+        world = farandole.local(2, timeout_s=60)
+        for comm in world: comm.broadcast(np.ones(3), comm.rank)
+        """,
+    "roots that differ, in communicators that are gone": """
+        def main():
+            world = farandole.local(2, timeout_s=60)
+            for comm in world: comm.broadcast(np.ones(3), comm.rank)
+        main()
+        gc.collect()
+        """,
+}
+
+
+@pytest.mark.parametrize("case", FAILS_AT_THE_END)
+def test_what_nobody_was_told_of_fails_the_process_at_its_end(case):
+    ended = run_alone(FAILS_AT_THE_END[case])
+    assert ended.returncode == 1
+    assert "CollectiveMismatchError: the ranks made different calls" in ended.stderr
+
+
+def test_a_rank_that_forgets_the_last_call_is_noticed_on_closing():
+    world = farandole.local(3, timeout_s=20)
+    world.run(lambda comm: comm.rank and comm.gather(np.ones(5), dst=0))
+    with pytest.raises(CollectiveMismatchError, match="rank 0: no call yet"):
+        world.close()
+
+
+def test_closing_tells_once_of_what_nobody_waited_for():
+    world = farandole.local(2, timeout_s=20)
+    works = [comm.all_reduce(np.ones(3 + comm.rank), async_op=True) for comm in world]
+    while not all(work.has_ended() for work in works):
+        threading.Event().wait(0.001)
+    with pytest.raises(CollectiveMismatchError):
+        works[0].wait()
+    world[0].close()  # rank 0 has been told
+    with pytest.raises(CollectiveMismatchError):
+        world[1].close()
+
+
+def test_a_rank_that_is_behind_in_another_call_is_a_mismatch_not_a_timeout():
+    """Rank 1 waits for rank 2; the others are one call further, and wait for rank 1."""
+
+    def body(comm):
+        comm.broadcast(np.ones(3), src=2 if comm.rank == 1 else 0)
+        comm.reduce(np.ones(3), 0)
+        comm.scatter(np.ones(3), 0, out=np.ones(1))
+
+    for text in raises_everywhere(3, body, CollectiveMismatchError, "different calls"):
+        assert "rank 1: broadcast(3 x float64, src=2), collective number 1" in text
+
+
+def test_background_calls_go_on_without_their_communicator():
+    def start(world):
+        return weakref.ref(world[0]), world[0].all_reduce(np.arange(5.0), async_op=True)
+
+    world = farandole.local(2, timeout_s=20)
+    peer = world[1]
+    gone, work = start(world)
+    del world
+    gc.collect()
+    assert gone() is None
+    assert peer.all_reduce(np.ones(5)).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert work.wait().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    peer.close()
+
+
+def test_the_error_of_a_body_is_not_replaced_by_that_of_closing():
+    def body():
+        with farandole.local(2, timeout_s=20) as world:
+            for comm in world:
+                comm.broadcast(np.ones(3), comm.rank)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        body()
+
+
+def test_an_interruption_while_a_result_is_delivered_does_not_lose_it():
+    with farandole.local(2, timeout_s=20) as world:
+        array = np.ones((4, 2))
+        work = world[0].all_reduce(array[:, 0], async_op=True)
+        world[1].all_reduce(np.ones(4))
+        while not work.has_ended():
+            threading.Event().wait(0.001)
+        finish, work._finish = work._finish, lambda receipt: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        work._finish = finish
+        assert work.wait().tolist() == [2.0] * 4
+        assert array[:, 0].tolist() == [2.0] * 4
+
+
+def test_closing_that_is_interrupted_still_closes():
+    world = farandole.local(2, timeout_s=20)
+    work = world[0].all_reduce(np.ones(3), async_op=True)
+    with pytest.raises(RuntimeWarning):  # pytest makes errors of warnings
+        world[0].close()
+    assert work.has_ended()
+    with pytest.raises(CommunicatorClosedError, match="closed on this rank"):
+        world[0].barrier()
+    world[1].close()
+
+
+@pytest.mark.parametrize("timeout", [5e-324, 1e10, 1e300, math.inf])
+def test_timeouts_of_any_length(timeout):
+    with farandole.local(2, timeout_s=20) as world:
+
+        def body(comm):
+            return [comm.all_reduce(np.ones(2), timeout=timeout if comm.rank else 20.0)[0] for _ in range(3)]
+
+        if timeout > 1:
+            assert world.run(body) == [[2.0] * 3] * 2
+        else:
+            with pytest.raises(CollectiveTimeoutError, match="timeout after 1e-09 s"):
+                world[1].all_reduce(np.ones(2), timeout=timeout)

@@ -155,3 +155,13 @@ def test_rows_of_another_shape_or_type_are_refused(transfers: object) -> None:
 def test_the_error_is_a_schedule_error_and_a_value_error() -> None:
     assert issubclass(MalformedScheduleError, ScheduleError)
     assert issubclass(MalformedScheduleError, ValueError)
+
+
+def test_a_schedule_cannot_be_changed() -> None:
+    schedule = Schedule("all_reduce", 2, 1, EXCHANGE)
+    for name in ("num_chunks", "collective", "root", "anything"):
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            setattr(schedule, name, 7)
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.rows[0, 0] = 1
+    assert schedule.hash == Schedule("all_reduce", 2, 1, EXCHANGE).hash

@@ -107,7 +107,7 @@ bool wait_for_work(Work& work, double timeout_s) {
     const std::chrono::duration<double> left = limit - (std::chrono::steady_clock::now() - start);
     if (left.count() <= 0) return false;
     {
-      const nb::gil_scoped_release released;
+      const WithoutGil released;
       work.wait_for(left < kSlice ? std::chrono::duration_cast<std::chrono::nanoseconds>(left)
                                   : std::chrono::nanoseconds(kSlice));
     }
@@ -158,6 +158,17 @@ std::vector<CallTuple> calls_of(const Engine& engine) {
 
 NB_MODULE(_native, module) {
   module.doc() = "The engine of farandole. Use farandole.Communicator instead.";
+
+  // At exit, a thread that is held in WithoutGil still refers to what it uses.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const NestedCall& nested) {
+      const nb::object kind = nb::module_::import_("farandole.errors").attr("ArgumentError");
+      PyErr_SetString(kind.ptr(), nested.what());
+    }
+  });
 
   nb::class_<Arena>(module, "Arena")
       .def_static(
@@ -236,16 +247,17 @@ NB_MODULE(_native, module) {
            })
       .def("allocate", &allocate, "num_bytes"_a)
       .def("calls", &calls_of)
-      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 
   nb::class_<Repeats>(module, "Repeats")
       .def(nb::init<std::shared_ptr<Engine>, nb::object>(), "engine"_a, "on_failure"_a)
       .def("run", &Repeats::run, "collective"_a, "source"_a.none(), "target"_a.none(),
-           "op"_a.none(), "root"_a, "algorithm"_a.none(), "timeout_s"_a)
+           "op"_a.none(), "root"_a.none(), "algorithm"_a.none(), "timeout_s"_a.none())
       .def("remember", &Repeats::remember, "collective"_a, "source"_a.none(), "target"_a.none(),
-           "op"_a.none(), "root"_a, "algorithm"_a.none(), "settled"_a, "call"_a, "input_start"_a,
-           "output_start"_a);
+           "op"_a.none(), "root"_a.none(), "algorithm"_a.none(), "settled"_a, "call"_a,
+           "input_start"_a, "output_start"_a);
 
+  module.def("leave", &WithoutGil::leave);
   module.def("instruction_set", [] { return instruction_set(); });
   module.def("is_supported", [](int dtype, int op) {
     return is_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op));

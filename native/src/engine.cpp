@@ -95,6 +95,9 @@ Engine::~Engine() {
 Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
   std::unique_lock lock(background_->mutex);
   if (background_->stopping) return {.status = Abort::requested, .subject = rank_};
+  if (background_->busy && background_->runner == std::this_thread::get_id()) {
+    throw NestedCall();
+  }
   if (background_->busy || !background_->queue.empty()) {
     // Calls run in the order in which they were made: queue up behind the others.
     lock.unlock();
@@ -105,13 +108,16 @@ Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
     return work->receipt();
   }
   background_->busy = true;
+  background_->runner = std::this_thread::get_id();
   lock.unlock();
   const Receipt receipt = execute(call, interrupted);
   lock.lock();
   background_->busy = false;
   const bool others_wait = background_->stopping || !background_->queue.empty();
+  const bool closes = background_->close_after_run;
   lock.unlock();
   if (others_wait) background_->changed.notify_all();
+  if (closes) finish_close();
   return receipt;
 }
 
@@ -139,6 +145,7 @@ void Engine::serve() {
     });
     if (background_->queue.empty()) return;
     background_->busy = true;
+    background_->runner = std::this_thread::get_id();
     const Job job = std::move(background_->queue.front());
     background_->queue.pop_front();
     lock.unlock();
@@ -164,20 +171,27 @@ std::pair<Abort, std::uint32_t> Engine::aborted() const noexcept {
 void Engine::close() noexcept {
   if (is_forked()) return;  // the rank is not this process's to close
   bool unfinished = false;
+  bool within_run = false;
   {
     const std::lock_guard lock(background_->mutex);
     if (background_->stopping) return;
     background_->stopping = true;
     unfinished = background_->busy || !background_->queue.empty();
+    within_run = background_->busy && background_->runner == std::this_thread::get_id();
+    background_->close_after_run = within_run;
   }
   if (unfinished) abort(Abort::requested, rank_);
+  if (!within_run) finish_close();
+}
+
+void Engine::finish_close() noexcept {
   background_->changed.notify_all();
   if (background_->thread.joinable()) background_->thread.join();
   {
     std::unique_lock lock(background_->mutex);
     background_->changed.wait(lock, [this] { return !background_->busy; });
   }
-  check_agreement();
+  if (aborted().first == Abort::none) check_agreement(true);
   arena_->rank(rank_).closed.store(1, std::memory_order_release);
   ring_all();
 }
@@ -236,6 +250,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   if (settled.sequenced) {
     ++sequence_;
     history_ = call_fingerprint_ = mix(settled.fingerprint, history_);
+    past_[sequence_ % past_.size()] = static_cast<std::uint32_t>(history_);
     record.sequence.store(sequence_, std::memory_order_relaxed);
     record.agreement.store(agreement(), std::memory_order_relaxed);
   } else {
@@ -492,11 +507,22 @@ std::uint64_t Engine::agreement() const noexcept {
   return sequence_ << 32 | (history_ & 0xffffffff);
 }
 
-// Aborts if a rank has made another call under the same number.
-void Engine::check_agreement() noexcept {
+// Aborts if a rank has made another call under the same number; when `closing`, also if it has
+// closed after another number of calls.
+void Engine::check_agreement(bool closing) noexcept {
   for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
-    const std::uint64_t theirs = arena_->rank(peer).call.agreement.load(std::memory_order_relaxed);
-    if (theirs >> 32 == agreement() >> 32 && theirs != agreement()) abort(Abort::mismatch, peer);
+    const RankState& state = arena_->rank(peer);
+    const bool closed = state.closed.load(std::memory_order_acquire) != 0;
+    const std::uint64_t theirs = state.call.agreement.load(std::memory_order_relaxed);
+    const auto behind =
+        static_cast<std::uint32_t>(sequence_) - static_cast<std::uint32_t>(theirs >> 32);
+    const bool comparable =
+        theirs != 0 && behind < std::min<std::uint64_t>(sequence_, past_.size());
+    if ((comparable &&
+         past_[(theirs >> 32) % past_.size()] != static_cast<std::uint32_t>(theirs)) ||
+        (closing && closed && behind != 0)) {
+      abort(Abort::mismatch, peer);
+    }
   }
 }
 
@@ -511,7 +537,7 @@ void Engine::check_readers(const Writer& end, bool whole) {
 
 // Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
-  if (call.settled->sequenced) check_agreement();
+  if (call.settled->sequenced) check_agreement(false);
   const Plan& plan = *call.settled->plan;
   for (const std::uint32_t index : mapped_) {
     const Plan::Operation& operation = plan.operations()[index];

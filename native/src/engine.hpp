@@ -8,6 +8,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -66,6 +68,14 @@ struct Receipt {
   std::uint64_t bytes_received = 0;
 };
 
+// A call on an engine from within another of its calls, as by a signal handler.
+struct NestedCall : std::logic_error {
+  NestedCall()
+      : logic_error(
+            "a call on a communicator cannot be made from within another on it, as by a signal "
+            "handler; a handler may call abort() or close()") {}
+};
+
 struct Tuning {
   // How often a rank that waits looks again before it goes to sleep: while it keeps its core, and
   // after that, each time the others of its core had their turn.
@@ -111,6 +121,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Arena& arena() const noexcept { return *arena_; }
 
   // Runs `call` and returns when this rank's part is done. After calls that were submitted before.
+  // Throws NestedCall if called from within a run, by what `interrupted` does.
   Receipt run(const Call& call, const Interrupted& interrupted);
   // Runs `call` on the engine's own thread, after all calls before it.
   std::shared_ptr<Work> submit(const Call& call);
@@ -125,7 +136,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Memory that the other ranks read in place, made when first asked for. From any thread.
   std::shared_ptr<Heap> heap();
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
-  // Aborts with a mismatch if another rank is known to have made another call last.
+  // Aborts with a mismatch if another rank is known to have made other calls, or more. From within
+  // a run it ends that run, and the rest happens after it.
   void close() noexcept;
 
  private:
@@ -151,12 +163,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::byte* at(const Plan::Place& place, const Call& call) const noexcept;
   void wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
             std::chrono::steady_clock::time_point deadline);
-  void check_agreement() noexcept;
+  void check_agreement(bool closing) noexcept;
   void check_peers(const Call& call);
   void check_readers(const Writer& end, bool whole);
   std::uint64_t agreement() const noexcept;  // see CallRecord
   bool is_gone(std::uint32_t peer) const noexcept;
   void ring_all() noexcept;
+  void finish_close() noexcept;
   void serve();
   Writer& writer(std::uint32_t channel);
   Reader& reader(std::uint32_t channel);
@@ -187,6 +200,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t history_ =
       0;  // fingerprint of the last collective, which holds those of all before
   std::uint64_t call_fingerprint_ = 0;
+  // Low halves of history_ as they were, by number of the collective: for ranks that are behind.
+  std::array<std::uint32_t, 64> past_{};
 
   std::mutex heap_mutex_;
   std::shared_ptr<Heap> heap_;  // guarded by heap_mutex_
@@ -200,7 +215,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::condition_variable changed;  // busy, queue or stopping changed
     std::deque<Job> queue;
     bool busy = false;
+    std::thread::id runner;  // if busy: who runs
     bool stopping = false;
+    bool close_after_run = false;
     std::thread thread;  // started by the first submit
   };
   std::unique_ptr<Background> background_ = std::make_unique<Background>();

@@ -1,7 +1,10 @@
 #include "repeats.hpp"
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 namespace farandole {
 namespace nb = nanobind;
@@ -9,6 +12,7 @@ namespace {
 
 // True if a signal handler raised; its exception is then pending in this thread.
 bool signal_raised() {
+  if (WithoutGil::must_not_return()) return false;
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
@@ -143,7 +147,7 @@ Receipt run_without_gil(Engine& engine, const Call& call) {
   bool raised = false;
   Receipt receipt;
   {
-    const nb::gil_scoped_release released;
+    const WithoutGil released;
     receipt = engine.run(call, [&raised] { return raised = raised || signal_raised(); });
   }
   if (raised) throw nb::python_error();
@@ -151,8 +155,25 @@ Receipt run_without_gil(Engine& engine, const Call& call) {
 }
 
 std::optional<std::chrono::nanoseconds> timeout_of(double seconds) noexcept {
-  if (!std::isfinite(seconds)) return std::nullopt;
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+  constexpr double kForEver = 1e9;  // thirty years; the clock could not count much further
+  if (!(seconds < kForEver)) return std::nullopt;
+  return std::chrono::nanoseconds(std::max<std::int64_t>(1, std::llround(seconds * 1e9)));
+}
+
+namespace {
+
+std::atomic<bool> leaving{false};  // set once, release, after leaving_thread
+std::thread::id leaving_thread;
+
+}  // namespace
+
+bool WithoutGil::must_not_return() noexcept {
+  return leaving.load(std::memory_order_acquire) && std::this_thread::get_id() != leaving_thread;
+}
+
+void WithoutGil::leave() noexcept {
+  leaving_thread = std::this_thread::get_id();
+  leaving.store(true, std::memory_order_release);
 }
 
 }  // namespace farandole

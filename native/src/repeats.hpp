@@ -4,6 +4,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -65,6 +66,28 @@ class Repeats {
   std::shared_ptr<Engine> engine_;
   nanobind::object on_failure_;
   std::unordered_map<Key, Known, Hash> known_;  // guarded by the GIL
+};
+
+// Lets go of the GIL for as long as it lives. Once the interpreter is about to end (leave), a
+// thread that would take the GIL again is held here for good instead: CPython would end it by
+// unwinding its stack, through frames that do not allow that.
+class WithoutGil {
+ public:
+  WithoutGil() noexcept : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    while (must_not_return()) pause();
+    PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+  // Whether this thread would be held.
+  static bool must_not_return() noexcept;
+  // Called by the thread that ends the interpreter.
+  static void leave() noexcept;
+
+ private:
+  PyThreadState* state_;
 };
 
 // Runs `call` with the GIL released. Throws what a signal handler raised meanwhile.

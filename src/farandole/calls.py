@@ -22,7 +22,7 @@ from farandole.dtypes import REDUCE_OPS, DType
 from farandole.errors import ArgumentError
 from farandole.lowering import lower
 from farandole.plans import bind, sent_elements
-from farandole.program import Program
+from farandole.program import Local, Place, Program, Region
 from farandole.program_verifier import verify_programs
 from farandole.schedule import Schedule
 from farandole.verifier import Interpretation, verify
@@ -252,13 +252,26 @@ def _require_known(collective: str, name: str) -> None:
 
 
 def _require_even_if_passed_on(programs: Sequence[Program], first_size: int, signature: Signature) -> None:
+    if len({*signature.counts, *(signature.output_counts or ())}) == 1:
+        return
     passes_on = any(operation.size >= first_size for program in programs for operation in program.operations)
-    if passes_on and len({*signature.counts, *(signature.output_counts or ())}) > 1:
+    if passes_on or any(_uses_scratch_again(program) for program in programs):
+        why = "passes data on for other ranks" if passes_on else "keeps one chunk after the other in a scratch slot"
         raise ArgumentError(
-            "this all_to_all algorithm passes data on for other ranks, so all counts must be equal; use 'direct' or "
-            "'pairwise' "
-            f"for counts {signature.counts} sent and {signature.output_counts} received"
+            f"this all_to_all algorithm {why}, so all counts must be equal; use 'direct' or 'pairwise' for "
+            f"{signature.counts} elements sent and {signature.output_counts} received"
         )
+
+
+def _uses_scratch_again(program: Program) -> bool:
+    """Whether a place in work memory holds chunks one after the other whose sizes a rank may give differently."""
+    sizes: dict[Place, int] = {}
+    for operation in program.operations:
+        local = [operand.place for operand in getattr(operation, "operands", ()) if isinstance(operand, Local)]
+        for place in (operation.place, *local):
+            if place.region == Region.WORK and sizes.setdefault(place, operation.size) != operation.size:
+                return True
+    return False
 
 
 def _fingerprint(signature: Signature, schedule: Schedule) -> int:

@@ -1,12 +1,16 @@
 """The public API: a communicator, and the collectives on it.
 
 Every collective is called by all ranks of the communicator, in the same order, with arguments that agree. Arrays are
-numpy arrays, torch CPU tensors, or anything with DLPack or the buffer protocol; what is returned is of the same kind.
+numpy arrays, torch CPU tensors, or anything with DLPack or the buffer protocol. What is returned is the array that was
+given for it, else a new numpy array or, where a tensor went in, a tensor. Of torch tensors the data are taken:
+parameters may be given, what was computed under autograd only where it is not overwritten.
+
 Where a collective gives each rank a part, the parts lie along the first dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
 from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.collectives import is_reducing
 from farandole.dtypes import DTYPES, require_reducible
-from farandole.errors import ArgumentError
+from farandole.errors import ArgumentError, CommunicationError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
 from farandole.runner import Repeat, Runner
@@ -235,7 +239,7 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        result = out if out is not None and self.rank == dst else tensor
+        result = out if out is not None and type(dst) is int and self.rank == dst else tensor
         repeat = (_REDUCE, tensor, result, op, dst, algorithm)
         if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
             return result
@@ -274,9 +278,9 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        result = out if self.rank == dst else None
+        result = out if type(dst) is int and self.rank == dst else None
         repeat = None
-        if counts is None and (out is not None or self.rank != dst):
+        if counts is None and type(dst) is int and (out is not None or self.rank != dst):
             repeat = (_GATHER, tensor, result, None, dst, algorithm)
             if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
                 return result
@@ -321,7 +325,7 @@ class Communicator:
         """
         timeout_s = self.timeout_s if timeout is None else timeout
         repeat = None
-        if counts is None and out is not None:
+        if counts is None and out is not None and type(src) is int:
             repeat = (_SCATTER, tensor if self.rank == src else None, out, None, src, algorithm)
             if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
                 return out
@@ -572,7 +576,8 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(*([] if error is None else [CommunicationError])):  # the body's own error comes first
+            self.close()
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.world_size}{', closed' if self.closed else ''}>"

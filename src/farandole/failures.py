@@ -104,6 +104,8 @@ def _odd_ones(records: Sequence[CallRecord]) -> str:
     """Which ranks differ from what more than half of all do."""
     furthest = max(record.sequence for record in records)
     calls = {rank: record.describe() for rank, record in enumerate(records) if record.sequence == furthest > 0}
+    if {record.name for record in records if record.what} & {"all_gather", "gather", "scatter"}:
+        return ""  # where each rank shows the size of its own part, they may well differ
     (usual, number), *others = Counter(calls.values()).most_common() or [("", 0)]
     if not others or 2 * number <= len(records):
         return ""

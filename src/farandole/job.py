@@ -8,7 +8,7 @@ import os
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError
 from farandole.rendezvous import identity_from, join, join_alone
-from farandole.runner import close_all
+from farandole.runner import close_at_exit
 from farandole.work import require_timeout
 
 __all__ = ["init"]
@@ -45,4 +45,4 @@ def init(*, timeout_s: float | None = None) -> Communicator:
     return Communicator(membership, timeout_s=timeout_s)
 
 
-atexit.register(close_all)
+atexit.register(close_at_exit)

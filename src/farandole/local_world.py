@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
-from farandole.errors import ArgumentError, CommunicatorClosedError
+from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
 from farandole.rendezvous import MAX_WORLD_SIZE, join_threads
 
 __all__ = ["LocalWorld", "local"]
@@ -86,7 +86,8 @@ class LocalWorld(Sequence[Communicator]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(*([] if error is None else [CommunicationError])):  # the body's own error comes first
+            self.close()
 
     def __repr__(self) -> str:
         return f"<LocalWorld of {len(self)} ranks>"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -20,12 +22,12 @@ import farandole._native as _native
 from farandole.buffers import Buffer, registered_array
 from farandole.call_records import CallRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
-from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
+from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
 from farandole.rendezvous import Membership
 from farandole.work import Receipt, Work, require_timeout
 
-__all__ = ["Runner", "close_all"]
+__all__ = ["Runner", "close_all", "close_at_exit"]
 
 _CLOSE_GRACE_S = 1.0
 _SPINS, _YIELDS = 2000, 1000
@@ -36,13 +38,35 @@ Repeat = tuple[int, Any, Any, Any, int, Any]
 """Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
 
 _open: weakref.WeakSet[Runner] = weakref.WeakSet()
+_busy: set[Runner] = set()  # with calls in the background: these go on, even if nobody holds the communicator any more
+_untold: list[CommunicationError] = []  # of communicators that are gone
+
+
+def close_at_exit() -> None:
+    """`close_all`, at the end of the process, which fails if a communicator shows that the ranks differed."""
+    _native.leave()
+    try:
+        close_all()
+    except PeerLostError:
+        pass  # all are leaving, each in its own time
+    except CommunicationError:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # too late for any other way to say that the results are worthless
 
 
 def close_all() -> None:
-    """Close every communicator of this process that is still open."""
+    """Close every communicator of this process that is still open.
+
+    Raises:
+        CommunicationError: see `Runner.close`; also of a communicator that was dropped without closing it.
+    """
     with contextlib.ExitStack() as stack:  # also if one of them raises
         for runner in list(_open):
             stack.callback(runner.close)
+    if _untold:
+        raise _untold.pop()
 
 
 class Runner:
@@ -70,10 +94,11 @@ class Runner:
         )
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
         self.repeats = _native.Repeats(self._engine, weakref.WeakMethod(self.fail))
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
         self.in_flight: deque[Work] = deque()
         self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
+        self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
         _open.add(self)
 
@@ -118,7 +143,7 @@ class Runner:
             """Deliver. As it holds both buffers, they live for as long as the call may use them."""
             status, subject = receipt
             if status != Abort.NONE:
-                self.fail(status, subject, call)
+                raise self._error_of(status, subject, call)
             if target is None:
                 return None
             if target.deliver is not None:
@@ -126,16 +151,19 @@ class Runner:
             return target.user
 
         if not async_op:
-            result = finish(self._engine.run(*arguments))
+            receipt = self._engine.run(*arguments)
+            self._is_told |= receipt[0] != Abort.NONE
+            result = finish(receipt)
             self._settle_finished_work()
             if repeat is not None:
                 itemsize = signature.dtype.itemsize
                 self.repeats.remember(*repeat, call.native, call, input_start * itemsize, output_start * itemsize)
             return result
-        work = Work(finish, f"{signature.collective} on rank {self._rank}")
+        work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell)
         try:
             with self._lock:
                 self.in_flight.append(work)
+                _busy.add(self)
             work.attach(self._engine.submit(*arguments))
         except Exception:
             with self._lock:  # the engine has not taken the call
@@ -178,39 +206,66 @@ class Runner:
         """Leave; background calls get a moment to end.
 
         Raises:
+            CommunicationError: what a background call failed with that nobody waited for, unless somebody ended it.
             CollectiveMismatchError: the ranks' last calls differed, without having met.
         """
         if self.closed:
             return
         _open.discard(self)
-        if self._process == os.getpid():
-            self._wait_for_in_flight()
-        self._engine.close()
+        try:
+            if self._process == os.getpid():
+                self._wait_for_in_flight()
+        finally:
+            failure = self._failure
+            if failure is None:  # for a call of another thread, which this ends
+                self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+            self._engine.close()
+            _busy.discard(self)
+        if failure is None:
+            self._fail_if_ranks_differed()
+        elif not self._is_told and not isinstance(failure, CommunicatorClosedError):
+            self._is_told = True
+            raise type(failure)(*failure.args)
+
+    def _fail_if_ranks_differed(self) -> None:
         reason, subject = self._engine.aborted()
-        if self._failure is None and reason == Abort.MISMATCH:
+        if reason == Abort.MISMATCH:
+            self._failure = None
             self.fail(reason, subject, None)
-        if self._failure is None:
-            self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+
+    def _tell(self) -> None:
+        self._is_told = True
 
     def __del__(self) -> None:
         # The engine's thread must have let go of the buffers before they are freed with this object.
         engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.close()
+        if engine is None:
+            return
+        engine.close()
+        if self._failure is None:
+            try:
+                self._fail_if_ranks_differed()
+            except CommunicationError as error:  # told at the end of the process, which then fails
+                _untold.append(error)
 
     def fail(self, status: int, subject: int, call: Call | None) -> NoReturn:
-        """Raise the error for a run that ended with ``status``, which is about rank ``subject``."""
+        """Raise the error for a run that ended with ``status``, which is about rank ``subject``, to the user."""
+        self._is_told = True
+        raise self._error_of(status, subject, call)
+
+    def _error_of(self, status: int, subject: int, call: Call | None) -> CommunicationError:
         with self._lock:
             if self._failure is None:
                 records = [CallRecord(*record) for record in self._engine.calls()]
                 self._failure = explain_failure(
                     Abort(status), subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
                 )
-            raise type(self._failure)(*self._failure.args)
+            return type(self._failure)(*self._failure.args)
 
     def _require_usable(self) -> None:
         self._require_own_process()
         if self._failure is not None:
+            self._is_told = True
             raise type(self._failure)(*self._failure.args)
 
     def _require_own_process(self) -> None:
@@ -227,6 +282,8 @@ class Runner:
                 if not self.in_flight or not self.in_flight[0].has_ended():
                     return
                 work = self.in_flight.popleft()
+                if not self.in_flight:
+                    _busy.discard(self)
             work.settle()
 
     def _wait_for_in_flight(self) -> None:

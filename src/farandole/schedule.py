@@ -99,6 +99,13 @@ class Schedule:
         rows.setflags(write=False)
         self._rows = rows
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_rows" in self.__dict__:  # the last thing that __init__ sets
+            raise AttributeError(
+                f"a Schedule cannot be changed, as it may have been proved; make a new one with {name}"
+            )
+        super().__setattr__(name, value)
+
     @property
     def num_slots(self) -> int:
         """Slots per rank: chunks of the buffer, then scratch."""

@@ -43,13 +43,14 @@ class Work:
     not be kept; the call goes on, and keeps its buffers, without it.
     """
 
-    def __init__(self, finish: Callable[[Receipt], Any], describe: str) -> None:
+    def __init__(self, finish: Callable[[Receipt], Any], describe: str, tell: Callable[[], None]) -> None:
         self._native: _native.Work | None = None
         self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
+        self._tell = tell  # called once the user has been told of an error
         self._result: Any = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._process = os.getpid()
 
     def attach(self, native: _native.Work) -> None:
@@ -98,6 +99,7 @@ class Work:
             )
         self.settle()
         if self._error is not None:
+            self._tell()
             raise self._error
         return self._result
 
@@ -106,11 +108,11 @@ class Work:
         with self._lock:
             if self._finish is None or self._native is None:
                 return
-            finish, self._finish = self._finish, None
             try:
-                self._result = finish(self._native.receipt())
+                self._result = self._finish(self._native.receipt())
             except Exception as error:
                 self._error = error
+            self._finish = None  # not before: an interruption must not lose the result
 
     def __repr__(self) -> str:
         return f"<Work {self._describe}, {'done' if self.has_ended() else 'going on'}>"
