@@ -213,12 +213,14 @@ NB_MODULE(_native, module) {
   nb::class_<Engine>(module, "Engine")
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
                        std::vector<int> process_descriptors, std::uint32_t spins,
-                       std::uint32_t yields, std::size_t smallest_mapped_bytes) {
-             return std::make_shared<Engine>(std::move(arena), rank, std::move(process_descriptors),
-                                             Tuning{spins, yields, smallest_mapped_bytes});
+                       std::uint32_t background_spins, std::uint32_t yields,
+                       std::size_t smallest_mapped_bytes) {
+             return std::make_shared<Engine>(
+                 std::move(arena), rank, std::move(process_descriptors),
+                 Tuning{spins, background_spins, yields, smallest_mapped_bytes});
            }),
-           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "yields"_a,
-           "smallest_mapped_bytes"_a)
+           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "background_spins"_a,
+           "yields"_a, "smallest_mapped_bytes"_a)
       .def(
           "run",
           [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,

@@ -20,6 +20,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How often a thread lets others of its core run before it sleeps, where another thread of this
+// process is about to give it something to do: to be woken takes longer than that.
+constexpr int kYieldsBetweenThreads = 100;
+
 // Between two looks at deadlines, dead peers and signals while asleep.
 constexpr std::chrono::milliseconds kSlice{50};
 
@@ -60,6 +64,7 @@ void add(std::atomic<std::uint64_t>& sum, std::uint64_t value) noexcept {
 }  // namespace
 
 bool Work::wait_for(std::chrono::nanoseconds timeout) noexcept {
+  for (int look = 0; look < kYieldsBetweenThreads && !is_done(); ++look) sched_yield();
   if (!is_done()) futex_wait(done_, 0, timeout);
   return is_done();
 }
@@ -109,6 +114,7 @@ Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
   }
   background_->busy = true;
   background_->runner = std::this_thread::get_id();
+  in_background_ = false;
   lock.unlock();
   const Receipt receipt = execute(call, interrupted);
   lock.lock();
@@ -132,6 +138,7 @@ std::shared_ptr<Work> Engine::submit(const Call& call) {
     // First what may fail: a call that was refused must not stay queued.
     if (!background_->thread.joinable()) background_->thread = std::thread(&Engine::serve, this);
     background_->queue.push_back({call, work});
+    background_->num_submitted.fetch_add(1, std::memory_order_release);
   }
   background_->changed.notify_all();
   return work;
@@ -148,11 +155,21 @@ void Engine::serve() {
     background_->runner = std::this_thread::get_id();
     const Job job = std::move(background_->queue.front());
     background_->queue.pop_front();
+    in_background_ = true;
     lock.unlock();
     const Receipt receipt = execute(job.call, {});
     lock.lock();
     background_->busy = false;  // before whoever waits for it goes on, and perhaps closes
     job.work->finish(receipt);
+    if (!background_->queue.empty() || background_->stopping) continue;
+    // The next call often comes soon.
+    const std::uint64_t seen = background_->num_submitted.load(std::memory_order_acquire);
+    lock.unlock();
+    for (int look = 0; look < kYieldsBetweenThreads; ++look) {
+      if (background_->num_submitted.load(std::memory_order_acquire) != seen) break;
+      sched_yield();
+    }
+    lock.lock();
   }
 }
 
@@ -470,7 +487,8 @@ bool Engine::moves(const Call& call, Receipt& receipt) {
 // Returns once some operation went on or all is over, or with receipt.status set.
 void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interrupted,
                   Clock::time_point deadline) {
-  for (std::uint32_t spin = 0; spin < tuning_.spins; ++spin) {
+  const std::uint32_t spins = in_background_ ? tuning_.background_spins : tuning_.spins;
+  for (std::uint32_t spin = 0; spin < spins; ++spin) {
     pause_briefly();
     if (moves(call, receipt)) return;
   }

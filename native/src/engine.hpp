@@ -77,9 +77,11 @@ struct NestedCall : std::logic_error {
 };
 
 struct Tuning {
-  // How often a rank that waits looks again before it goes to sleep: while it keeps its core, and
-  // after that, each time the others of its core had their turn.
+  // How often a rank that waits looks again before it goes to sleep: while it keeps its core (in
+  // the background, where its other thread may want one, too: background_spins), and after that,
+  // each time the others of its core had their turn.
   std::uint32_t spins = 0;
+  std::uint32_t background_spins = 0;
   std::uint32_t yields = 0;
   // Below this a copy costs less than to wait until the readers are through.
   std::size_t smallest_mapped_bytes = 0;
@@ -182,6 +184,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::uint64_t forks_;  // of this process, when the engine was made
 
   // Used by whoever holds the turn (`busy`), and by nobody else.
+  bool in_background_ = false;  // whether the engine's own thread does
   std::vector<std::unique_ptr<Writer>>
       writers_;  // by dst; at rank_: the shared channel. Made when first used.
   std::vector<std::unique_ptr<Reader>>
@@ -219,6 +222,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool stopping = false;
     bool close_after_run = false;
     std::thread thread;  // started by the first submit
+    // Not guarded, but counted up under the mutex: where to look without it. (release, acquire)
+    std::atomic<std::uint64_t> num_submitted{0};
   };
   std::unique_ptr<Background> background_ = std::make_unique<Background>();
 };

@@ -144,7 +144,7 @@ void on_all_ranks(const std::shared_ptr<Arena>& arena, const std::function<void(
   std::vector<std::thread> threads;
   for (std::uint32_t rank = 0; rank < arena->geometry().world_size; ++rank) {
     threads.emplace_back([&, rank] {
-      Engine engine(arena, rank, {}, Tuning{50, 2});
+      Engine engine(arena, rank, {}, Tuning{50, 50, 2});
       body(engine);
     });
   }
@@ -237,7 +237,7 @@ void test_mapped_all_reduce(std::uint32_t n, std::int64_t count, bool all) {
 // caller would change what is still read; and not never, if the reader is gone.
 void test_a_mapped_reader_that_is_gone() {
   const auto arena = Arena::create({2, 4, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 5, 2});
   Program sends;
   sends.publish(0, 0, 1);
   std::vector<std::int32_t> buffer(100);
@@ -331,7 +331,7 @@ void test_absence(Abort expected) {
 void test_absence_behind_a_slow_reader() {
   const auto arena = Arena::create({3, 2, 16 * 1024, 7});
   arena->rank(2).closed.store(1);
-  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 5, 2});
   const auto plan = bind_plan(one_shot_all_reduce(0, 3), {60'000}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(60'000);
   const Receipt receipt = engine.run(make_call(plan, buffer), {});
@@ -348,7 +348,7 @@ void test_disagreement_on_closing() {
     Program sends;
     sends.publish(0, 0, static_cast<std::int32_t>(1 - rank));
     const Call call = make_call(bind_plan(sends, {4}, rank, arena->geometry()), buffer, rank);
-    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, Tuning{5, 2}));
+    engines.push_back(std::make_unique<Engine>(arena, rank, std::vector<int>{}, Tuning{5, 5, 2}));
     const Receipt receipt = engines.back()->run(call, {});
     testing::check_equal(static_cast<int>(receipt.status), static_cast<int>(Abort::none));
   }
@@ -359,7 +359,7 @@ void test_disagreement_on_closing() {
 
 void test_interruption() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const Receipt receipt = engine.run(make_call(plan, buffer), [] { return true; });
@@ -368,7 +368,7 @@ void test_interruption() {
 
 void test_close_with_work() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 5, 2});
   const auto plan = bind_plan(ring_all_reduce(0, 2), {10, 10}, 0, arena->geometry());
   std::vector<std::int32_t> buffer(20);
   const auto first = engine.submit(make_call(plan, buffer));
@@ -384,7 +384,7 @@ void test_close_with_work() {
 // The engine's thread sleeps while a synchronous call runs; closing must wake it all the same.
 void test_close_during_a_call() {
   const auto arena = Arena::create({2, 2, 16 * 1024, 7});
-  Engine engine(arena, 0, {}, Tuning{5, 2});
+  Engine engine(arena, 0, {}, Tuning{5, 5, 2});
   std::vector<std::int32_t> one(1);
   const auto alone = bind_plan(ring_all_reduce(0, 1), {1}, 0, arena->geometry());
   engine.submit(make_call(alone, one))->wait_for(std::chrono::minutes(1));

@@ -30,9 +30,10 @@ from farandole.work import Receipt, Work, require_timeout
 __all__ = ["Runner", "close_all", "close_at_exit"]
 
 _CLOSE_GRACE_S = 1.0
-_SPINS, _YIELDS = 2000, 1000
+_SPINS = 2000
 _SMALLEST_MAPPED_BYTES = 256 * 1024
-_SPINS_WHEN_CROWDED, _YIELDS_WHEN_CROWDED = 20, 1000
+_SPINS_WHEN_CROWDED = 20
+_YIELDS = 1000
 
 Repeat = tuple[int, Any, Any, Any, int, Any]
 """Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
@@ -81,15 +82,19 @@ class Runner:
     """
 
     def __init__(self, membership: Membership) -> None:
-        crowded = membership.world_size > len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0))
+        spins, background_spins = (
+            _SPINS if threads * membership.world_size <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
+        )
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
         self._engine = _native.Engine(
             arena=membership.arena,
             rank=membership.rank,
             process_descriptors=membership.open_process_descriptors(),
-            spins=_SPINS_WHEN_CROWDED if crowded else _SPINS,
-            yields=_YIELDS_WHEN_CROWDED if crowded else _YIELDS,
+            spins=spins,
+            background_spins=background_spins,
+            yields=_YIELDS,
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
         )
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
