@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -460,6 +461,115 @@ def test_run_hands_out_the_exit_code_of_the_rank_that_failed(tmp_path):
     assert "rank 0 of 1 exited with code 7" in result.stderr
 
 
+ENDS_WELL = """
+import atexit, os, pathlib, select, sys, time
+ended = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    ended.with_suffix(".part").write_text(str(os.getpid()))
+    ended.with_suffix(".part").rename(ended)
+    {end}
+while not ended.exists():
+    time.sleep(0.01)
+try:
+    select.select([os.pidfd_open(int(ended.read_text()))], [], [])
+except ProcessLookupError:
+    pass
+raise ValueError("the dog ate it")
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(256)", "atexit.register(os._exit, 0); sys.exit(3)"])
+def test_only_the_exit_code_of_a_process_says_that_it_failed(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_WELL.format(end=end))
+    result = run_command("run", "-n", 2, script, tmp_path / "ended")
+    assert result.returncode == 1
+    assert "rank 1 of 2 raised an exception" in result.stderr
+    assert "ValueError: the dog ate it" in result.stderr
+
+
+@pytest.mark.parametrize(("end", "told"), [(256, None), (257, 1), (-1, 255), ("a text", 1), (None, None), (True, 1)])
+def test_a_rank_reports_what_its_process_will_exit_with(tmp_path, end, told):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nsys.exit({end!r})\n")
+    report = tmp_path / "report"
+    with report.open("w") as file:
+        environment = {"FARANDOLE_LAUNCHER": str(os.getpid()), "FARANDOLE_ERROR_FD": str(file.fileno())}
+        command = [sys.executable, "-m", "farandole.launch.child", "script", str(script)]
+        done = subprocess.run(
+            command, env=environment, pass_fds=[file.fileno()], capture_output=True, timeout=60, check=False
+        )
+    assert done.returncode == (told or 0)
+    assert (json.loads(report.read_text())["code"] if told else report.read_text() or None) == told
+
+
+DIFFERS = """
+import pathlib, sys, time
+import numpy as np
+import farandole
+communicator = farandole.init()
+communicator.broadcast(np.full(8, communicator.rank), src=communicator.rank)
+has_called = pathlib.Path(sys.argv[1])
+(has_called / str(communicator.rank)).write_text("")
+while not all((has_called / str(rank)).exists() for rank in range(2)):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "del communicator", "sys.exit()", "sys.exit(256)"])
+def test_a_mismatch_that_shows_at_the_end_of_the_program_is_a_failure(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(DIFFERS + end)
+    result = run_command("run", "-n", 2, script, tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("Traceback") == 1
+    assert "CollectiveMismatchError: " in result.stderr
+    assert " of 2 raised an exception" in result.stderr
+
+
+LEAVES_FIRST = """
+import pathlib, sys, time
+import numpy as np
+import farandole
+communicator = farandole.init()
+has_left = pathlib.Path(sys.argv[1])
+if communicator.rank == 1:
+    communicator.close()
+    has_left.write_text("")
+else:
+    while not has_left.exists():
+        time.sleep(0.01)
+    work = communicator.all_reduce(np.ones(2), async_op=True)
+    while not work.is_done():
+        time.sleep(0.01)
+"""
+
+
+def test_a_call_that_nobody_waits_for_may_be_left_alone_at_the_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_FIRST)
+    result = run_command("run", "-n", 2, script, tmp_path / "has left")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_threads_that_outlive_the_program_may_use_its_communicator(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import threading, farandole\n"
+        "communicator = farandole.init()\n"
+        "def work():\n"
+        "    threading.main_thread().join()\n"
+        "    communicator.barrier()\n"
+        "    print('worked')\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    result = run_command("run", "--prefix", "-n", 2, script)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert sorted(result.stdout.splitlines()) == ["[0] worked", "[1] worked"]
+
+
 # --- bench: what it asks for ------------------------------------------------------------------------------------------
 
 
@@ -690,7 +800,9 @@ def test_one_wrong_element_is_found_and_rounding_is_not(dtype, op):
 )
 def test_one_wrong_element_on_one_rank_is_found_in_every_collective(worlds, collective, in_place):
     root, count = 1, 3 * 1000
-    settings = Settings(collective, (count,), "float32", "sum", root, None, iterations=1, warmup=0, check=True)
+    settings = Settings(
+        collective, (count,), "float32", "sum", root, None, iterations=1, warmup=0, check=True, registered=False
+    )
 
     def numbers_of_wrong(communicator):
         buffers = Buffers(Bench(communicator, settings), count, in_place=in_place)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
+import json
 import os
 import re
 import signal
@@ -10,15 +13,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from farandole import rendezvous, store
-from farandole.errors import ArgumentError, RendezvousError
+import farandole
+from farandole import _native, rendezvous, store
+from farandole.communicator import Communicator
+from farandole.errors import ArgumentError, PeerLostError, RendezvousError
 from farandole.launch import processes, run_processes
-from farandole.rendezvous import Identity, identity_from, join, tell_of_end
+from farandole.rendezvous import Identity, Membership, _meet, _Meeting, identity_from, join, tell_of_end
 from farandole.store import StoreClient, StoreServer
 
 WAIT_S = 60  # for what happens at once; only a failure takes so long
@@ -151,6 +157,31 @@ def test_closing_the_store_disconnects_who_waits(server, client):
     closer.join()
 
 
+def test_the_store_is_closed_when_what_is_settled_has_been_answered(server, client, monkeypatch):
+    """Its process may end then."""
+    asked, may_answer, answer = threading.Event(), threading.Event(), server._answer
+
+    def slowly(request):
+        asked.set()
+        assert may_answer.wait(WAIT_S)
+        return answer(request)
+
+    monkeypatch.setattr(server, "_answer", slowly)
+    server.set("key", "value")
+    values = []
+    asker = threading.Thread(target=lambda: values.append(client.get("key", 1e6)))
+    asker.start()
+    assert asked.wait(WAIT_S)
+    closer = threading.Thread(target=server.close)
+    closer.start()
+    closer.join(0.5)
+    assert closer.is_alive()
+    may_answer.set()
+    for thread in (closer, asker):
+        thread.join()
+    assert values == ["value"]
+
+
 def test_shutting_down_what_is_not_connected_leaves_its_descriptor_open():
     connection = Connection(socket.socket().detach())
     store._shut_down(connection)
@@ -252,6 +283,268 @@ def test_a_rank_that_never_reached_the_store_has_missed_no_meeting(tmp_path):
         "    comm.barrier()\n",
     )
     assert done.returncode == 0, done.stderr
+
+
+class Ranks:
+    """Meetings of several ranks in threads of this process, and how they end."""
+
+    def __init__(self, server: StoreServer, world_size: int) -> None:
+        self.ends: list[Membership | BaseException | None] = [None] * world_size
+        self.threads = [threading.Thread(target=self._meet, args=(rank, server)) for rank in range(world_size)]
+        for thread in self.threads:
+            thread.start()
+
+    def _meet(self, rank: int, server: StoreServer) -> None:
+        with contextlib.closing(StoreClient(server.address, b"secret", WAIT_S)) as client:
+            identity = Identity(rank, len(self.ends), server.address, False, b"secret")
+            try:
+                self.ends[rank] = _meet(_Meeting(client, identity, 0, time.monotonic() + 1e6, 1e6))
+            except BaseException as error:
+                self.ends[rank] = error
+
+    def join(self) -> list[Membership | BaseException | None]:
+        for thread in self.threads:
+            thread.join()
+        return self.ends
+
+
+@pytest.mark.parametrize("is_too_late", [False, True], ids=["others hear of it", "others have joined"])
+def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(server, monkeypatch, is_too_late):
+    """Rank 2 maps the memory only after rank 1 has waited for it in vain."""
+    has_waited, may_give_up = threading.Event(), threading.Event()
+    set_, wait, give_up = _Meeting.set, _Meeting._wait, _Meeting.give_up
+
+    def hold_rank_2(meeting, phase, value="yes"):
+        if (meeting.identity.rank, phase) == (2, "mapped"):
+            assert has_waited.wait(WAIT_S)
+        return set_(meeting, phase, value)
+
+    def hurry_rank_1(meeting, phase, unless=()):
+        if (meeting.identity.rank, phase) != (1, "mapped"):
+            return wait(meeting, phase, unless)
+        assert meeting.store.get("0/mapped/0", WAIT_S)
+        return wait(dataclasses.replace(meeting, limit=0), phase, unless)
+
+    def hold_rank_1(meeting, error):
+        if meeting.identity.rank == 1 and is_too_late:
+            has_waited.set()
+            assert may_give_up.wait(WAIT_S)
+        verdict = give_up(meeting, error)
+        has_waited.set()
+        return verdict
+
+    monkeypatch.setattr(_Meeting, "set", hold_rank_2)
+    monkeypatch.setattr(_Meeting, "_wait", hurry_rank_1)
+    monkeypatch.setattr(_Meeting, "give_up", hold_rank_1)
+    ranks = Ranks(server, 3)
+    if is_too_late:
+        for rank in (0, 2):
+            ranks.threads[rank].join()
+        may_give_up.set()
+    ends = ranks.join()
+    if is_too_late:
+        assert [end.rank for end in ends] == [0, 1, 2]
+    else:
+        why = "rank 1 waited 1e+06 s; of 3 ranks these have not mapped the shared memory: 2"
+        assert [str(end) for end in ends] == [f"rank 1 could not join: {why}", why, f"rank 1 could not join: {why}"]
+
+
+def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
+    """The meeting has succeeded: rank 0 cannot fail alone."""
+    card = {"process": os.getpid(), "world_size": 2, "arena": []}
+    server.set("0/rank/1", json.dumps(card))
+    server.set("0/mapped/1", "yes")
+    over = time.monotonic() - 1
+    assert _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1)).world_size == 2
+
+
+INTERRUPTED = """
+import signal, farandole
+signal.signal(signal.SIGINT, signal.default_int_handler)
+farandole.init(timeout_s=1e6)
+"""
+
+
+def test_others_are_told_of_ctrl_c(server, client):
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "FARANDOLE_RENDEZVOUS": f"{server.address[0]}:{server.address[1]}",
+        "FARANDOLE_SECRET": "secret",
+    }
+    command = [sys.executable, "-c", INTERRUPTED]
+    rank = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert client.get("0/rank/0", WAIT_S)
+    rank.send_signal(signal.SIGINT)
+    _, errors = rank.communicate(timeout=WAIT_S)
+    assert "KeyboardInterrupt" in errors
+    assert client.get("0/verdict", 0) == "rank 0 could not join: it was interrupted (KeyboardInterrupt)"
+
+
+def test_others_that_have_joined_are_told_of_ctrl_c_too(server, monkeypatch):
+    agree = _Meeting.agree
+
+    def interrupt_rank_1(meeting):
+        agree(meeting)
+        if meeting.identity.rank == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Meeting, "agree", interrupt_rank_1)
+    membership, error = Ranks(server, 2).join()
+    assert isinstance(error, KeyboardInterrupt)
+    with Communicator(membership, timeout_s=WAIT_S) as comm, pytest.raises(PeerLostError, match="rank 1"):
+        comm.barrier()
+
+
+def too_large(_world_size):
+    """More shared memory than there are addresses."""
+    return 1 << 20, 0xFFFFFFC0
+
+
+def test_others_are_told_that_rank_0_cannot_make_the_memory(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_geometry", too_large)
+    first, second = Ranks(server, 2).join()
+    assert isinstance(first, RendezvousError)
+    assert re.match(r"cannot map \d+ bytes of shared memory: .*\(see ulimit -n\).*\(see ulimit -v\)", str(first))
+    assert isinstance(second, RendezvousError)
+    assert str(second) == f"rank 0 could not join: {first}"
+
+
+FAILS_TO_SERVE = """
+import os, sys, time, pathlib, farandole
+from farandole import rendezvous
+from farandole.store import StoreClient
+has_come = pathlib.Path(sys.argv[1])
+geometry, get_all = rendezvous._geometry, StoreClient.get_all
+
+def too_large(world_size):
+    while not has_come.exists():
+        time.sleep(0.01)
+    return 1 << 20, 0xFFFFFFC0
+
+def come(client, keys, *arguments, **more):
+    if keys[0] == "0/rank/0":
+        has_come.write_text("")
+    return get_all(client, keys, *arguments, **more)
+
+if os.environ["RANK"] == "0":
+    rendezvous._geometry = too_large
+else:
+    StoreClient.get_all = come
+try:
+    farandole.init(timeout_s=1e6)
+except farandole.RendezvousError as error:
+    print(error, flush=True)
+rendezvous._geometry = geometry
+with farandole.init(timeout_s=50) as comm:
+    comm.barrier()
+"""
+
+
+def test_a_meeting_that_rank_0_serves_in_vain_is_one_for_all(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-c", FAILS_TO_SERVE, str(tmp_path / "has come")]
+    ranks = [
+        subprocess.Popen(
+            command, env={**environment, "WORLD_SIZE": "2", "RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    first, second = (rank.communicate(timeout=WAIT_S)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert first.startswith("cannot map ")
+    assert second == f"rank 0 could not join: {first}"
+
+
+def test_a_rank_that_missed_several_meetings_is_told_once(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_num_joins", 1)
+    server.set("meeting", "5")
+    with pytest.raises(RendezvousError, match="rank 0 has given up on this meeting"):
+        join(Identity(1, 2, server.address, True, b"secret"), 1e6)
+    assert rendezvous._num_joins == 5
+
+
+def test_the_whole_wait_for_the_store_is_named_though_it_was_there_for_a_while():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    with pytest.raises(RendezvousError, match=r"nobody answers at 127\.0\.0\.1:\d+ after 4 s"):
+        rendezvous._connect(Identity(1, 2, address, True, b"secret"), 1, time.monotonic() - 1, 4)
+
+
+def test_a_second_process_that_claims_a_rank_has_missed_no_meeting(server, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_num_joins", 0)
+    server.set("0/rank/1", '{"process": 1, "world_size": 3, "arena": []}')
+    with pytest.raises(RendezvousError, match="two processes claim rank 1"):
+        join(Identity(1, 3, server.address, False, b"secret"), 1e6)
+    assert rendezvous._num_joins == 0
+    assert server.get_all(["0/verdict"], 0) == [None]  # the others go on
+
+
+def test_others_are_told_that_a_rank_cannot_watch_them(server, client, monkeypatch):
+    def refuse(_process):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(rendezvous, "_num_joins", 0)
+    server.set("0/rank/1", json.dumps({"process": os.getppid(), "world_size": 2, "arena": []}))
+    with pytest.raises(RendezvousError, match=r"cannot watch the processes of 2 ranks: .*raise the limit with ulimit"):
+        join(Identity(0, 2, server.address, False, b"secret"), 1e6)
+    assert client.get("0/verdict", 0).startswith("rank 0 could not join: cannot watch the processes of 2 ranks")
+
+
+def test_descriptors_of_processes_are_handed_over_once():
+    arena = _native.Arena.create(world_size=2, num_slots=2, slot_bytes=64, nonce=0)
+    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1))
+    own, other = membership.open_process_descriptors()
+    assert own == -1
+    assert membership.open_process_descriptors() == []
+    del membership
+    os.close(other)  # it is still open
+
+
+def test_a_membership_that_nobody_takes_over_has_left_and_leaves_no_descriptor():
+    arena = _native.Arena.create(world_size=2, num_slots=2, slot_bytes=64, nonce=0)
+    before = set(Path("/proc/self/fd").iterdir())
+    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1))
+    assert set(Path("/proc/self/fd").iterdir()) != before
+    del membership
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    other = Membership(1, 2, arena, (os.getpid(),) * 2, (0, 1))
+    with Communicator(other, timeout_s=WAIT_S) as comm, pytest.raises(PeerLostError, match="rank 0"):
+        comm.barrier()
+
+
+@pytest.mark.parametrize("name", ["_create_arena", "_map_arena", "_open_process"])
+def test_a_group_that_cannot_be_made_fails_on_every_rank_with_the_reason(monkeypatch, name):
+    """Groups are {0, 2} and {1, 3}; it is the second that fails."""
+    real = getattr(rendezvous, name)
+    failing = "rank 1" if name == "_create_arena" else "rank 3"
+
+    def fail(*arguments):
+        if threading.current_thread().name == failing:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments)
+
+    def split(comm):
+        with pytest.raises(RendezvousError) as info:
+            comm.split(comm.rank % 2)
+        return str(info.value)
+
+    with farandole.local(4, timeout_s=WAIT_S) as world:
+        if name == "_open_process":
+            for comm in world:  # as if the ranks were other processes
+                comm._membership = dataclasses.replace(comm._membership, processes=(os.getppid(),) * 4)
+        monkeypatch.setattr(rendezvous, name, fail)
+        messages = world.run(split)
+        monkeypatch.undo()
+        assert len(set(messages)) == 1
+        assert messages[0].startswith(f"{failing} could not join its new group: ")
+        assert "Too many open files" in messages[0]
+        assert world.run(lambda comm: comm.split(comm.rank % 2).world_size) == [2] * 4
 
 
 MEETS_OFTEN = """
@@ -379,6 +672,32 @@ def test_sigquit_ends_the_job_in_order(tmp_path):
     _, errors = launcher.communicate(timeout=WAIT_S)
     assert launcher.returncode == 128 + signal.SIGQUIT
     assert "asked to end" in errors
+
+
+NOHUP = """
+import signal, sys
+from farandole.launch import run_processes
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print(run_processes([sys.argv[1]], 1))
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+"""
+
+
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGHUP)\n")
+    done = run_python(NOHUP, str(script))
+    assert (done.stdout, done.stderr) == ("JobResult(failure=None, interrupted_by=None)\n", "")
+
+
+def test_a_handler_that_is_not_pythons_is_left_alone(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    replaced = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: replaced.append(number))
+    assert run_processes([str(script)], 1).exit_code == 0
+    assert replaced == []
 
 
 def test_a_launcher_refuses_no_ranks(tmp_path):

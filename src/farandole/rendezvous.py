@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import farandole._native as _native
@@ -40,9 +40,14 @@ _LONGEST_WAIT_S = 2e6
 """What the system calls take at most: 23 days."""
 
 _RETRY_S = 0.05
+_TELLING_S = 10.0
+_LONGEST_REASON = 1000
 
 _SERVED_MEETING = "meeting"
 """The key that says which meeting a store is for, if rank 0 serves it."""
+
+_JOINED = "joined"
+"""The verdict on a meeting in which all ranks share memory; any other is the reason why it failed."""
 
 _num_joins = 0
 """Meetings of this job that this process took part in. A meeting fails for all of its ranks or for none: so all count
@@ -118,6 +123,9 @@ class Membership:
         arena: what the group shares.
         processes: per rank, its process id.
         job_ranks: per rank, its rank in the job.
+
+    Raises:
+        RendezvousError: this process may not open as many files as it needs to watch the others.
     """
 
     rank: int
@@ -125,21 +133,41 @@ class Membership:
     arena: _native.Arena
     processes: tuple[int, ...]
     job_ranks: tuple[int, ...]
+    _descriptors: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
 
-    def open_process_descriptors(self) -> list[int]:
-        """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended."""
-        descriptors: list[int] = []
+    def __post_init__(self) -> None:
         try:
             for process in self.processes:
-                descriptors.append(-1 if process == os.getpid() else _open_process(process))
+                self._descriptors.append(-1 if process == os.getpid() else _open_process(process))
         except OSError as error:
-            for descriptor in descriptors:
-                if descriptor >= 0:
-                    os.close(descriptor)
             raise RendezvousError(
                 f"cannot watch the processes of {self.world_size} ranks: {error}; raise the limit with ulimit -n"
             ) from error
-        return descriptors
+
+    def open_process_descriptors(self) -> list[int]:
+        """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended.
+        Hands them over: from now on they are the caller's to close, and there are no others."""
+        handed = self._descriptors.copy()
+        self._descriptors.clear()
+        return handed
+
+    def __del__(self) -> None:
+        if (
+            self._descriptors and self.processes[self.rank] == os.getpid()
+        ):  # else a process forked from it drops its copy
+            self.leave()
+
+    def leave(self) -> None:
+        """Let the others, who may have joined, know that this rank does not take part."""
+        _native.Engine(
+            arena=self.arena,
+            rank=self.rank,
+            process_descriptors=self.open_process_descriptors(),
+            spins=0,
+            background_spins=0,
+            yields=0,
+            smallest_mapped_bytes=0,
+        ).close()
 
     def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
@@ -149,33 +177,48 @@ class Membership:
             exchange: gathers equally many integers from every rank of this group.
 
         Raises:
-            RendezvousError: on every rank, if any of them could not map the memory of its new group.
+            RendezvousError: on every rank, if any of them could not join its new group.
         """
-        arena = None
+        arena = membership = None
+        problem = ""
         offer = [0, 0, 0]
         if ranks and ranks[0] == self.rank:
-            arena, nonce = _create_arena(len(ranks))
-            offer = [os.getpid(), arena.descriptor, nonce]
-        offers = exchange(offer)
-        problem = ""
-        if ranks and arena is None:
             try:
-                arena = _map_arena(*offers[ranks[0]])
-            except RendezvousError as error:
-                problem = str(error)
-        failed = [rank for rank, (bad,) in enumerate(exchange([int(bool(problem))])) if bad]
-        if failed:
-            raise RendezvousError(problem or f"ranks {failed} could not map the memory of their new group")
-        if arena is None:
-            return None
-        arena.close_descriptor()
-        return Membership(
-            ranks.index(self.rank),
-            len(ranks),
-            arena,
-            tuple(self.processes[rank] for rank in ranks),
-            tuple(self.job_ranks[rank] for rank in ranks),
-        )
+                arena, nonce = _create_arena(len(ranks))
+                offer = [os.getpid(), arena.descriptor, nonce]
+            except Exception as error:
+                problem = _words(error)
+        offers = exchange(offer)
+        if ranks and any(offers[ranks[0]]):  # else its first rank says why
+            try:
+                membership = Membership(
+                    ranks.index(self.rank),
+                    len(ranks),
+                    arena or _map_arena(*offers[ranks[0]]),
+                    tuple(self.processes[rank] for rank in ranks),
+                    tuple(self.job_ranks[rank] for rank in ranks),
+                )
+            except Exception as error:
+                problem = _words(error)
+        try:
+            _require_no_problem(problem, exchange)
+        except BaseException:
+            if membership is not None:
+                membership.leave()
+            raise
+        if membership is not None:
+            membership.arena.close_descriptor()
+        return membership
+
+
+def _require_no_problem(problem: str, exchange: Callable[[Sequence[int]], list[list[int]]]) -> None:
+    """Raise the ``problem`` of any rank on all of them."""
+    text = problem[:_LONGEST_REASON].encode()
+    sizes = [size for (size,) in exchange([len(text)])]
+    if any(sizes):
+        rank = next(rank for rank, size in enumerate(sizes) if size)
+        why = bytes(exchange(list(text.ljust(max(sizes))))[rank][: sizes[rank]]).decode()
+        raise RendezvousError(f"rank {rank} could not join its new group: {why}")
 
 
 def join_alone() -> Membership:
@@ -204,22 +247,22 @@ def join(identity: Identity, timeout_s: float) -> Membership:
         RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory;
             or one of the others gave up on this meeting.
     """
+    global _num_joins
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     limit = time.monotonic() + timeout_s
     number = _num_joins
-    serves = identity.rank_0_serves and identity.rank == 0
     with contextlib.ExitStack() as stack:
-        if serves:
-            server = StoreServer(identity.store, identity.secret)
-            stack.callback(server.close)
-            server.set(_SERVED_MEETING, str(number))
-        client = _connect(identity, number, limit, timeout_s)
-        stack.callback(client.close)
-        meeting = _Meeting(client, identity, number, limit, timeout_s)
-        membership = _meet(meeting)
-        if serves:
-            meeting.get_all("left", "left the rendezvous")
-        return membership
+        store: StoreServer | StoreClient
+        if identity.rank_0_serves and identity.rank == 0:
+            store = StoreServer(identity.store, identity.secret)
+            stack.callback(store.close)
+            _num_joins = number + 1  # first: nobody else counts this meeting before it is served
+            store.set(_SERVED_MEETING, str(number))
+        else:
+            store = _connect(identity, number, limit, timeout_s)
+            stack.callback(store.close)
+            _num_joins = number + 1
+        return _meet(_Meeting(store, identity, number, limit, timeout_s))
 
 
 def _connect(identity: Identity, number: int, limit: float, timeout_s: float) -> StoreClient:
@@ -227,7 +270,7 @@ def _connect(identity: Identity, number: int, limit: float, timeout_s: float) ->
     all ranks have left it."""
     global _num_joins
     while True:
-        client = StoreClient(identity.store, identity.secret, max(0.0, limit - time.monotonic()))
+        client = StoreClient(identity.store, identity.secret, timeout_s, limit=limit)
         if not identity.rank_0_serves:
             return client
         try:
@@ -238,7 +281,7 @@ def _connect(identity: Identity, number: int, limit: float, timeout_s: float) ->
             return client
         client.close()
         if served is not None and int(served) > number:
-            _num_joins += 1
+            _num_joins = int(served)
             raise RendezvousError(
                 "rank 0 has given up on this meeting, as this rank did not come in time; call farandole.init() again"
             )
@@ -261,12 +304,13 @@ class _Meeting:
     """One meeting at the store, as one rank sees it. A job may have several: each has its own keys.
 
     Attributes:
-        client, identity: of this rank.
+        store: where the ranks meet; what rank 0 serves, it speaks to without a connection.
+        identity: of this rank.
         number: of the meeting.
         limit: what time.monotonic() says when this rank has waited for ``timeout_s``.
     """
 
-    client: StoreClient
+    store: StoreServer | StoreClient
     identity: Identity
     number: int
     limit: float
@@ -274,21 +318,21 @@ class _Meeting:
 
     def set(self, phase: str, value: str = "yes") -> str:
         """Say that this rank is through ``phase``. Returns the value that stands."""
-        return self.client.set(f"{self.number}/{phase}/{self.identity.rank}", value)
+        return self.store.set(f"{self.number}/{phase}/{self.identity.rank}", value)
 
     def get_all(self, phase: str, did: str) -> list[str]:
-        """What every rank has set for ``phase``, once all have."""
-        world = range(self.identity.world_size)
-        keys = [f"{self.number}/{phase}/{rank}" for rank in world]
-        failed = f"{self.number}/failed"
-        remaining_s = max(0.0, self.limit - time.monotonic())
-        values = self.client.get_all(keys, remaining_s, unless=[failed, *map(_ended_key, world)])
+        """What every rank has set for ``phase``, once all have.
+
+        Raises:
+            RendezvousError: not all have in time, or some never will.
+        """
+        values = self._wait(phase, unless=[self._verdict, *map(_ended_key, range(self.identity.world_size))])
         missing = [rank for rank, value in enumerate(values) if value is None]
         if missing:
             self._require_all_alive()
-        reason = self.client.get(failed, 0)
-        if reason is not None:
-            raise RendezvousError(reason)
+        (verdict,) = self.store.get_all([self._verdict], 0)
+        if verdict not in (None, _JOINED):
+            raise RendezvousError(verdict)
         if missing:
             raise RendezvousError(
                 f"rank {self.identity.rank} waited {self.timeout_s:g} s; of {self.identity.world_size} ranks these "
@@ -296,8 +340,57 @@ class _Meeting:
             )
         return [value for value in values if value is not None]
 
+    def agree(self) -> None:
+        """Join if all do: the first to see that all can, or to give up, decides for everyone.
+
+        Raises:
+            RendezvousError: the meeting has failed.
+        """
+        self.set("mapped")
+        try:
+            self.get_all("mapped", "mapped the shared memory")
+        except RendezvousError as error:
+            if self.give_up(error) == _JOINED:  # all had mapped it after all
+                return
+            raise
+        verdict = self.store.set(self._verdict, _JOINED)
+        if verdict != _JOINED:
+            raise RendezvousError(verdict)
+
+    def give_up(self, error: BaseException) -> str | None:
+        """Say why this rank cannot join, so that the others need not wait for it. Returns the verdict that stands;
+        None where nobody can be told."""
+        store, identity = self.store, self.identity
+        reason = f"rank {identity.rank} could not join: {_words(error)}"[:_LONGEST_REASON]
+        try:
+            with contextlib.ExitStack() as stack:
+                if isinstance(store, StoreClient) and not isinstance(error, Exception):
+                    # Ctrl-C may have cut off a request, and what answers that must not be taken for what answers this.
+                    store = StoreClient(identity.store, identity.secret, _TELLING_S)
+                    stack.callback(store.close)
+                return store.set(self._verdict, reason)
+        except RendezvousError:
+            return None
+
+    def part(self) -> None:
+        """Leave a meeting that has succeeded. Rank 0, if it serves the store, stays until all have: they must learn of
+        it. If one takes too long, it has joined nevertheless."""
+        if self.identity.rank_0_serves:
+            with contextlib.suppress(RendezvousError):  # rank 0 has gone before
+                self.set("left")
+                if self.identity.rank == 0:
+                    self._wait("left")
+
+    @property
+    def _verdict(self) -> str:
+        return f"{self.number}/verdict"
+
+    def _wait(self, phase: str, unless: Sequence[str] = ()) -> list[str | None]:
+        keys = [f"{self.number}/{phase}/{rank}" for rank in range(self.identity.world_size)]
+        return self.store.get_all(keys, max(0.0, self.limit - time.monotonic()), unless=unless)
+
     def _require_all_alive(self) -> None:
-        codes = self.client.get_all([_ended_key(rank) for rank in range(self.identity.world_size)], 0)
+        codes = self.store.get_all([_ended_key(rank) for rank in range(self.identity.world_size)], 0)
         for rank, code in enumerate(codes):
             if code is not None:
                 again, equally_often = (" again", " equally often") if self.number else ("", "")
@@ -306,51 +399,72 @@ class _Meeting:
                     f"farandole.init(){equally_often}"
                 )
 
-    def fail(self, error: Exception) -> None:
-        """Let the others know that this rank gives up: they need not wait for it."""
-        what = str(error) or type(error).__name__
-        with contextlib.suppress(RendezvousError):  # then nobody can be told
-            self.client.set(f"{self.number}/failed", f"rank {self.identity.rank} could not join: {what:.1000}")
-
 
 def _meet(meeting: _Meeting) -> Membership:
     global _num_joins
     identity = meeting.identity
-    arena = None
+    arena = membership = None
     offer: list[int] = []
-    if identity.rank == 0:
-        arena, nonce = _create_arena(identity.world_size)
-        offer = [os.getpid(), arena.descriptor, nonce]
-    card = json.dumps({"process": os.getpid(), "world_size": identity.world_size, "arena": offer})
-    standing = meeting.set("rank", card)
-    if standing != card:
-        other = json.loads(standing)["process"]
-        raise RendezvousError(
-            f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
-        )
-    _num_joins = meeting.number + 1
+    is_stray = False
     try:
-        cards = [json.loads(text) for text in meeting.get_all("rank", "joined")]
-        sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
-        if len(set(sizes.values())) > 1:
-            raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
-        if arena is None:
-            arena = _map_arena(*cards[0]["arena"])
-        meeting.set("mapped")
-        meeting.get_all("mapped", "mapped the shared memory")
-        meeting.set("left")
-    except Exception as error:
-        meeting.fail(error)
+        if identity.rank == 0:
+            arena, nonce = _create_arena(identity.world_size)
+            offer = [os.getpid(), arena.descriptor, nonce]
+        card = json.dumps({"process": os.getpid(), "world_size": identity.world_size, "arena": offer})
+        standing = meeting.set("rank", card)
+        if standing != card:
+            is_stray = True
+            raise RendezvousError(
+                f"two processes claim rank {identity.rank}: {os.getpid()} and {json.loads(standing)['process']}; give "
+                f"each its own RANK"
+            )
+        membership = _share_memory(meeting, arena)
+        meeting.agree()
+        meeting.part()
+    except BaseException as error:
+        if is_stray:
+            _num_joins = meeting.number  # it goes on without this process
+            raise
+        meeting.give_up(error)
+        if membership is not None:
+            membership.leave()
         raise
-    arena.close_descriptor()
-    everyone = tuple(range(identity.world_size))
-    return Membership(identity.rank, identity.world_size, arena, tuple(card["process"] for card in cards), everyone)
+    membership.arena.close_descriptor()
+    return membership
+
+
+def _share_memory(meeting: _Meeting, arena: _native.Arena | None) -> Membership:
+    """All that this rank needs to join, once all have come; ``arena`` is that of rank 0, on rank 0."""
+    identity = meeting.identity
+    cards = [json.loads(text) for text in meeting.get_all("rank", "joined")]
+    sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
+    if len(set(sizes.values())) > 1:
+        raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
+    return Membership(
+        identity.rank,
+        identity.world_size,
+        arena or _map_arena(*cards[0]["arena"]),
+        tuple(card["process"] for card in cards),
+        tuple(range(identity.world_size)),
+    )
+
+
+def _words(error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return f"it was interrupted ({type(error).__name__})"
+    return str(error) or type(error).__name__
 
 
 def _create_arena(world_size: int) -> tuple[_native.Arena, int]:
     nonce = secrets.randbits(63)
     num_slots, slot_bytes = _geometry(world_size)
-    arena = _native.Arena.create(world_size=world_size, num_slots=num_slots, slot_bytes=slot_bytes, nonce=nonce)
+    try:
+        arena = _native.Arena.create(world_size=world_size, num_slots=num_slots, slot_bytes=slot_bytes, nonce=nonce)
+    except (RuntimeError, MemoryError) as error:
+        raise RendezvousError(
+            f"{error}; the memory that {world_size} ranks share takes an open file (see ulimit -n) and as much address "
+            f"space (see ulimit -v)"
+        ) from error
     return arena, nonce
 
 

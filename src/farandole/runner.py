@@ -6,7 +6,6 @@ and the failure that stopped it, if one has.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -48,8 +47,6 @@ def close_at_exit() -> None:
     _native.leave()
     try:
         close_all()
-    except PeerLostError:
-        pass  # all are leaving, each in its own time
     except CommunicationError:
         traceback.print_exc()
         sys.stdout.flush()
@@ -58,16 +55,23 @@ def close_at_exit() -> None:
 
 
 def close_all() -> None:
-    """Close every communicator of this process that is still open.
+    """Close every communicator of this process that is still open, as the process is through with them all.
 
     Raises:
-        CommunicationError: see `Runner.close`; also of a communicator that was dropped without closing it.
+        CommunicationError: see `Runner.close`; also of a communicator that was dropped without closing it. Not that a
+            rank has left: all are leaving, each in its own time.
     """
-    with contextlib.ExitStack() as stack:  # also if one of them raises
-        for runner in list(_open):
-            stack.callback(runner.close)
-    if _untold:
-        raise _untold.pop()
+    errors = list(_untold)
+    _untold.clear()
+    for runner in list(_open):
+        try:
+            runner.close()
+        except PeerLostError:
+            continue
+        except CommunicationError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Runner:

@@ -106,6 +106,18 @@ class Schedule:
             )
         super().__setattr__(name, value)
 
+    def renamed(self, name: str) -> Schedule:
+        """The same schedule under another name."""
+        return Schedule(
+            self.collective,
+            self.world_size,
+            self.num_chunks,
+            self.rows,
+            num_scratch=self.num_scratch,
+            root=self.root,
+            name=name,
+        )
+
     @property
     def num_slots(self) -> int:
         """Slots per rank: chunks of the buffer, then scratch."""

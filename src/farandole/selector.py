@@ -11,8 +11,8 @@ from farandole.errors import ArgumentError
 __all__ = ["choose"]
 
 ONE_SHOT_BYTES = 40 * 1024
-"""Up to a buffer of this many bytes, sending everything to everyone beats sending it twice in parts: measured with 2, 3,
-4 and 8 ranks on 2 cores. With more ranks the limit is lower, so that no rank reads more than 8 ranks do."""
+"""Up to a buffer of this many bytes, sending everything to everyone beats sending it twice in parts: measured with 2,
+3, 4 and 8 ranks on 2 cores. With more ranks the limit is lower, so that no rank reads more than 8 ranks do."""
 
 
 def choose(collective: str, world_size: int, nbytes: int) -> str:

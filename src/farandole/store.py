@@ -46,6 +46,7 @@ class StoreServer:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
+        self._num_asking = 0  # requests that are not answered yet
         self._closing = threading.Event()
         self._unproved: dict[Connection, None] = {}  # oldest first
         self._unproved_lock = threading.Lock()
@@ -69,15 +70,31 @@ class StoreServer:
             self._changed.notify_all()
             return standing
 
-    def close(self) -> None:
-        """Stop serving. Clients that still wait for a key are disconnected."""
-        self._closing.set()
+    def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
+        """As `StoreClient.get_all`."""
+        wanted, never = set(keys), set(unless)
+
+        def is_settled() -> bool:
+            values = self._values.keys()
+            return wanted <= values or not never.isdisjoint(values)
+
         with self._changed:
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: is_settled() or self._closing.is_set(), timeout_s)
+            if self._closing.is_set() and not is_settled() and timeout_s > 0:
+                raise EOFError("closing")
+            return [self._values.get(key) for key in keys]
+
+    def close(self) -> None:
+        """Stop serving. Who waits for what is not set is disconnected; others are answered for as long as this process
+        lives."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # lets accept() return
         self._acceptor.join()
         self._listener.close()
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_asking)  # when this returns, the process may end
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -119,7 +136,8 @@ class StoreServer:
             try:
                 while True:
                     request = json.loads(connection.recv_bytes(_MAX_MESSAGE_BYTES))
-                    connection.send_bytes(json.dumps(self._answer(request)).encode())
+                    with self._counted():
+                        connection.send_bytes(json.dumps(self._answer(request)).encode())
             except Exception:
                 return  # the client is done, or gone, or asks what makes no sense: that ends its connection alone
 
@@ -135,18 +153,19 @@ class StoreServer:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "value" in request:
             return {"value": self.set(str(request["key"]), str(request["value"]))}
-        keys = list(map(str, request["keys"]))
-        wanted, unless = set(keys), set(map(str, request["unless"]))
+        keys, unless = list(map(str, request["keys"])), list(map(str, request["unless"]))
+        return {"values": self.get_all(keys, float(request["timeout_s"]), unless=unless)}
 
-        def is_settled() -> bool:
-            values = self._values.keys()
-            return wanted <= values or not unless.isdisjoint(values)
-
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: is_settled() or self._closing.is_set(), float(request["timeout_s"]))
-            if self._closing.is_set() and not is_settled():
-                raise EOFError("closing")
-            return {"values": [self._values.get(key) for key in keys]}
+            self._num_asking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_asking -= 1
+                self._changed.notify_all()
 
 
 class StoreClient:
@@ -156,13 +175,14 @@ class StoreClient:
         address: of the server.
         secret: of the job.
         timeout_s: how long to try to connect.
+        limit: what time.monotonic() says when that is over, if the time has begun before.
 
     Raises:
         RendezvousError: nobody answers at the address in time, or whoever does has another secret.
     """
 
-    def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
-        self._connection = _connect(address, secret, timeout_s)
+    def __init__(self, address: Address, secret: bytes, timeout_s: float, *, limit: float | None = None) -> None:
+        self._connection = _connect(address, secret, timeout_s, limit)
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str) -> str:
@@ -201,10 +221,11 @@ class StoreClient:
         return answer
 
 
-def _connect(address: Address, secret: bytes, timeout_s: float) -> Connection:
+def _connect(address: Address, secret: bytes, timeout_s: float, limit: float | None = None) -> Connection:
     from multiprocessing import AuthenticationError
 
-    limit = time.monotonic() + timeout_s
+    if limit is None:
+        limit = time.monotonic() + timeout_s
     while True:
         try:
             connection = _open(address, limit)

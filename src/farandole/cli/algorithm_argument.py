@@ -8,7 +8,6 @@ and returns a `Schedule`. What goes wrong in that file is shown as the user's ow
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import inspect
 import sys
@@ -122,8 +121,7 @@ def load_algorithm(algorithm: str, root: int | None) -> Callable[[int], Schedule
                 f"{algorithm} was asked for {world_size} ranks and returned a schedule of {schedule.world_size}"
             )
         if schedule.name == UNNAMED:
-            schedule = copy.copy(schedule)
-            schedule.name = algorithm.rpartition(":")[2]
+            schedule = schedule.renamed(algorithm.rpartition(":")[2])
         return schedule
 
     return build_schedule

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -32,23 +33,50 @@ def main() -> None:
     os.set_inheritable(errors.fileno(), False)
     sys.argv[:] = [program, *arguments]
     try:
-        if kind == "module":
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(program).resolve().parent)
-            runpy.run_path(program, run_name="__main__")
+        ended: SystemExit | None = None
+        try:
+            _run(kind, program)
+        except SystemExit as end:
+            ended = end
+        if ended is None or not _exit_code(ended):
+            _close_communicators()
+        if ended is not None:
+            raise ended
     except KeyboardInterrupt:
         _flush()
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        if end.code not in (None, 0):
-            _report(errors, end.code & 0xFF if isinstance(end.code, int) else 1, "")
+        if _exit_code(end):
+            _report(errors, _exit_code(end), "")
         raise
     except Exception as error:
         _report(errors, 1, _user_traceback(error))
         _flush()
         sys.exit(1)
+
+
+def _run(kind: str, program: str) -> None:
+    if kind == "module":
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(program, run_name="__main__")
+
+
+def _exit_code(end: SystemExit) -> int:
+    """What the process's exit code will be: the system keeps 8 bits of it."""
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1
+
+
+def _close_communicators() -> None:
+    """Close what the program left open while there is still somebody to tell of what closing brings to light."""
+    runner = sys.modules.get("farandole.runner")
+    if runner is not None:
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python does next: its threads may use communicators
+        runner.close_all()
 
 
 def _die_with(launcher: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from farandole.errors import ArgumentError
 from farandole.rendezvous import MAX_WORLD_SIZE, tell_of_end
@@ -90,8 +90,9 @@ def run_processes(
 ) -> JobResult:
     """Run ``command`` as a job of ``world_size`` ranks and wait until all have ended.
 
-    While it runs, a signal that asks this process to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT) ends the job; in a thread
-    other than the main one, where Python allows no handlers, signals do what they did before.
+    While it runs, a signal that asks this process to end (SIGINT, SIGTERM, SIGHUP, SIGQUIT) ends the job, unless it was
+    ignored before, as under nohup. In a thread other than the main one, where Python allows no handlers, signals do
+    what they did before.
 
     Args:
         command: a Python script (ending in .py) or any program, with its arguments; with ``module``, the name of a
@@ -198,9 +199,13 @@ class _Job:
             with contextlib.suppress(BlockingIOError):
                 os.write(self.wake_write, b"!")
 
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, remember) for number in _SIGNALS if in_main_thread}
+        before: dict[signal.Signals, Any] = {}
         try:
+            if threading.current_thread() is threading.main_thread():
+                for number in _SIGNALS:
+                    # What is ignored stays so; a handler that is not Python's (None) could not be put back.
+                    if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                        before[number] = signal.signal(number, remember)
             yield
         finally:
             for number, handler in before.items():
@@ -277,7 +282,7 @@ class _Job:
         for entry in self.ranks:
             self._drain(entry)
             code = _exit_code(entry.process)
-            if code or entry.error_report:  # it has failed, or has said so and is on its way out
+            if code or (code is None and entry.error_report):  # it has failed, or has said so and is on its way out
                 failures.append(_failure_of(entry, code))
         return min(failures, key=lambda failure: failure[0])[1]
 
@@ -368,6 +373,6 @@ def _failure_of(entry: _Rank, code: int | None) -> tuple[int, RankFailure]:
     except json.JSONDecodeError:  # nothing, or cut off
         code = 1 if code is None else code
         return 0, RankFailure(entry.rank, code, f"exited with code {code}", "")
-    code, trace = report["code"], report["traceback"]
+    code, trace = report["code"] if code is None else code, report["traceback"]
     reason = "raised an exception" if trace else f"exited with code {code}"
     return report["time_ns"], RankFailure(entry.rank, code, reason, trace)
