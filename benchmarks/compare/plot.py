@@ -53,7 +53,7 @@ def save_plot(result: Result, file: Path) -> list[Path]:
         fontsize=10,
     )
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     files = [file.with_suffix(".png"), file.with_suffix(".svg")]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
