@@ -311,3 +311,32 @@ def test_a_nan_on_any_one_rank_is_nan_on_all(worlds, op, algorithm):
                 is_nan = np.isnan(result.astype(float))
                 assert is_nan[place :: n + 1].all()
                 assert is_nan.sum() == len(is_nan[place :: n + 1])
+
+
+@pytest.mark.parametrize("memory", ["private", "registered"])
+def test_calls_too_large_for_the_cache(worlds, memory):
+    """Copies then go past it. The arrays start between cache lines, and end there."""
+    count = (36 << 20) // 4 + 5
+
+    def body(comm):
+        def array(length):
+            whole = (comm.empty if memory == "registered" else np.empty)(length + 3, "float32")
+            return whole[3:]
+
+        mine = array(count)
+        mine[:] = np.arange(count) % 1009 + comm.rank
+        total = comm.all_reduce(mine, out=array(count))
+        comm.all_reduce(mine)
+        same = np.array_equal(total, mine)
+        mine[:] = np.arange(count) % 1013 + comm.rank
+        gathered = comm.all_gather(mine, out=array(2 * count))
+        comm.broadcast(mine, src=1)
+        wanted = [np.arange(count) % 1013 + rank for rank in range(2)]
+        return (
+            same,
+            np.array_equal(total, 2 * (np.arange(count) % 1009) + 1),
+            np.array_equal(gathered, np.concatenate(wanted)),
+            np.array_equal(mine, wanted[1]),
+        )
+
+    assert worlds(2).run(body) == [(True,) * 4] * 2

@@ -11,6 +11,8 @@
 #include <new>
 #include <system_error>
 
+#include "copy.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -428,7 +430,11 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
                           bytes / call.settled->plan->element_bytes(),
                           operation.completes ? call.settled->divisor : 1);
   } else if (bytes != 0 && sources_[0] != target) {
-    std::memcpy(target, sources_[0], bytes);
+    if (operation.streams) {
+      copy_streaming(target, sources_[0], bytes);
+    } else {
+      std::memcpy(target, sources_[0], bytes);
+    }
   }
   for (const Plan::Operand& operand : operation.operands) {
     if (operand.channel != Plan::kLocalOperand) reader(operand.channel).release();

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "copy.hpp"
+
 namespace farandole {
 namespace {
 
@@ -43,8 +45,10 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
            std::uint32_t world_size, std::size_t max_segment_bytes, std::size_t element_bytes)
     : element_bytes_(element_bytes) {
   std::size_t work_slot = 0;
+  std::size_t total = 0;
   for (const std::int64_t bytes : layout.size_bytes) {
     if (bytes < 0) throw std::invalid_argument("a size is negative");
+    total += static_cast<std::size_t>(bytes);
     work_slot = std::max(work_slot, static_cast<std::size_t>(bytes));
   }
   work_slot = (work_slot + 63) / 64 * 64;
@@ -87,6 +91,7 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
     operation.publishes = column.reader != ProgramColumns::kCombine;
     operation.completes = column.completes != 0;
     operation.mapped = column.mapped != 0;
+    operation.streams = column.region == 1;
     operation.bytes = static_cast<std::size_t>(at(layout.size_bytes, column.size, "size"));
     operation.place = place(column.region, column.slot, operation.bytes);
     operation.segment_bytes = segment_bytes(operation.bytes, max_segment_bytes);
@@ -125,6 +130,9 @@ Plan::Plan(const ProgramColumns& program, const Layout& layout, std::uint32_t ra
     operation.after = {after_.data() + first_after, after_.size() - first_after};
     operations_.push_back(operation);
   }
+  // In a reduction in place, what is copied over was read before, and may still be in the cache.
+  const bool copies_past_cache = total >= kSmallestStreaming * (max_operands_ > 1 ? 2 : 1);
+  for (Operation& operation : operations_) operation.streams &= copies_past_cache;
   order_turns();
 }
 

@@ -68,7 +68,8 @@ class Plan : public std::enable_shared_from_this<Plan> {
   struct Operation {
     bool publishes;
     bool completes;
-    bool mapped;  // may travel so
+    bool mapped;   // may travel so
+    bool streams;  // if it copies, then past the cache
     Place place;
     std::size_t bytes;
     std::size_t segment_bytes;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "copy.hpp"
 #include "engine.hpp"
 
 namespace farandole {
@@ -262,6 +263,27 @@ void test_a_mapped_reader_that_is_gone() {
   heap->free(memory);
 }
 
+// Every alignment of both ends, and every length around whole cache lines; nothing beside it
+// changes.
+void test_copy_streaming() {
+  std::vector<std::byte> source(1024);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7 + 1);
+  std::size_t wrong = 0;
+  for (std::size_t to = 0; to < 65; to += 3) {
+    for (std::size_t from = 0; from < 65; from += 7) {
+      for (const std::size_t bytes : {0, 1, 15, 63, 64, 65, 127, 128, 129, 500}) {
+        std::vector<std::byte> target(1024, std::byte{0});
+        copy_streaming(target.data() + to, source.data() + from, bytes);
+        for (std::size_t i = 0; i < target.size(); ++i) {
+          const bool inside = i >= to && i < to + bytes;
+          wrong += target[i] != (inside ? source[from + i - to] : std::byte{0});
+        }
+      }
+    }
+  }
+  testing::check_equal(wrong, std::size_t{0});
+}
+
 void test_heap() {
   const auto arena = Arena::create({1, 2, 64, 7});
   Heap heap(arena->rank(0).heap);
@@ -483,6 +505,7 @@ int main() {
   }
   test_a_mapped_reader_that_is_gone();
   test_heap();
+  test_copy_streaming();
   test_mismatch(false);
   test_mismatch(true);
   test_absence(Abort::timeout);
