@@ -10,6 +10,8 @@
 #include <string>
 #include <system_error>
 
+#include "memory_file.hpp"
+
 namespace farandole {
 namespace {
 
@@ -56,19 +58,8 @@ std::shared_ptr<Arena> Arena::create(const Geometry& geometry) {
       geometry.slot_bytes % kCacheLine != 0) {
     throw std::invalid_argument("an arena needs ranks, slots, and slots of whole cache lines");
   }
-  // A memfd has no name: whatever is killed and when, nothing of it can be left behind.
-  const int descriptor = memfd_create("farandole", MFD_CLOEXEC);
-  if (descriptor < 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot create shared memory");
-  }
   const std::size_t size = total_bytes(geometry);
-  if (fchmod(descriptor, S_IRUSR | S_IWUSR) != 0 ||
-      ftruncate(descriptor, static_cast<off_t>(size)) != 0) {
-    const int error = errno;
-    close(descriptor);
-    throw std::system_error(error, std::generic_category(),
-                            "cannot size shared memory to " + std::to_string(size) + " bytes");
-  }
+  const int descriptor = create_memory_file(size);
   std::span<std::byte> memory;
   try {
     memory = map_whole(descriptor, size);

@@ -219,8 +219,8 @@ NB_MODULE(_native, module) {
                  std::move(arena), rank, std::move(process_descriptors),
                  Tuning{spins, background_spins, yields, smallest_mapped_bytes});
            }),
-           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a, "background_spins"_a,
-           "yields"_a, "smallest_mapped_bytes"_a)
+           "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a = 0, "background_spins"_a = 0,
+           "yields"_a = 0, "smallest_mapped_bytes"_a = 0)
       .def(
           "run",
           [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,

@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "memory_file.hpp"
+
 namespace farandole {
 namespace {
 
@@ -39,20 +41,16 @@ std::size_t page_bytes() noexcept { return static_cast<std::size_t>(sysconf(_SC_
 
 Heap::Heap(HeapCard& card) {
   const std::size_t size = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
-  descriptor_ = memfd_create("farandole", MFD_CLOEXEC);
-  if (descriptor_ < 0) fail("cannot create registered memory");
-  if (fchmod(descriptor_, S_IRUSR | S_IWUSR) == 0 &&
-      ftruncate(descriptor_, static_cast<off_t>(size)) == 0) {
-    memory_ = map_aligned(descriptor_, size, PROT_READ | PROT_WRITE);
-  }
+  descriptor_ = create_memory_file(size);
+  memory_ = map_aligned(descriptor_, size, PROT_READ | PROT_WRITE);
   if (memory_.empty()) {
     const int error = errno;
     close(descriptor_);
     errno = error;
     fail("cannot map registered memory");
   }
-  madvise(memory_.data(), size,
-          MADV_HUGEPAGE);  // a wish: fewer page faults and look-ups where it is granted
+  // A wish: fewer page faults and look-ups where it is granted.
+  madvise(memory_.data(), size, MADV_HUGEPAGE);
   unused_.emplace(0, size);
   card.process.store(getpid(), std::memory_order_relaxed);
   card.descriptor.store(descriptor_, std::memory_order_relaxed);

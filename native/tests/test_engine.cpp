@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -125,6 +126,16 @@ std::int32_t element(std::uint32_t rank, std::size_t i, int round) {
   return static_cast<std::int32_t>(rank * 1'000'003 + i * 17 + static_cast<std::size_t>(round) * 7);
 }
 
+std::size_t count_wrong_sums(std::span<const std::int32_t> sums, std::uint32_t n, int round) {
+  std::size_t wrong = 0;
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    std::int64_t sum = 0;
+    for (std::uint32_t peer = 0; peer < n; ++peer) sum += element(peer, i, round);
+    wrong += sums[i] != static_cast<std::int32_t>(sum);
+  }
+  return wrong;
+}
+
 Call make_call(std::shared_ptr<Plan> plan, std::vector<std::int32_t>& buffer,
                std::uint64_t fingerprint = 42) {
   const auto settled = std::make_shared<SettledCall>();
@@ -190,11 +201,7 @@ void test_all_reduce(MakeProgram make_program, std::uint32_t n, std::int64_t num
       received += work->receipt().bytes_received;
     }
     for (int round = 0; round < kRounds; ++round) {
-      for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i) {
-        std::int64_t sum = 0;
-        for (std::uint32_t peer = 0; peer < n; ++peer) sum += element(peer, i, round);
-        wrong += buffers[static_cast<std::size_t>(round)][i] != static_cast<std::int32_t>(sum);
-      }
+      wrong += count_wrong_sums(buffers[static_cast<std::size_t>(round)], n, round);
     }
   });
   testing::check_equal(wrong.load(), std::size_t{0});
@@ -223,11 +230,7 @@ void test_mapped_all_reduce(std::uint32_t n, std::int64_t count, bool all) {
       call.input = reinterpret_cast<const std::byte*>(data);
       call.output = reinterpret_cast<std::byte*>(data);
       wrong += engine.run(call, {}).status != Abort::none;
-      for (std::size_t i = 0; i < size; ++i) {
-        std::int64_t sum = 0;
-        for (std::uint32_t peer = 0; peer < n; ++peer) sum += element(peer, i, round);
-        wrong += data[i] != static_cast<std::int32_t>(sum);
-      }
+      wrong += count_wrong_sums({data, size}, n, round);
     }
     heap->free(reinterpret_cast<std::byte*>(memory));
   });

@@ -26,7 +26,7 @@ from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError, CommunicationError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
-from farandole.runner import Repeat, Runner
+from farandole.runner import Runner
 from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
@@ -99,7 +99,7 @@ class Communicator:
         source, target = self._in_and_out(tensor, out)
         _require_same_count("out", target, source.count)
         signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
-        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def reduce_scatter(
         self,
@@ -139,7 +139,7 @@ class Communicator:
         _require_same_count("out", target, parts[self.rank])
         signature = self._signature("reduce_scatter", source, op=op, counts=parts, algorithm=algorithm)
         start = sum(parts[: self.rank])
-        return self._run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_gather(
         self,
@@ -177,7 +177,7 @@ class Communicator:
         _require_same_count("out", target, sum(parts))
         signature = self._signature("all_gather", source, counts=parts, algorithm=algorithm)
         start = sum(parts[: self.rank])
-        return self._run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def broadcast(
         self,
@@ -208,7 +208,7 @@ class Communicator:
         self._require_rank("src", src)
         buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
         signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
-        return self._run(signature, buffer, buffer, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(signature, buffer, buffer, timeout_s, async_op, repeat=repeat)
 
     def reduce(
         self,
@@ -250,7 +250,7 @@ class Communicator:
         else:
             source = target = read_buffer(tensor)
         signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst))
-        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def gather(
         self,
@@ -290,12 +290,12 @@ class Communicator:
         start = sum(parts[: self.rank])
         signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=int(dst))
         if self.rank != dst:
-            return self._run(signature, source, None, timeout_s, async_op, input_start=start, repeat=repeat)
+            return self._runner.run(signature, source, None, timeout_s, async_op, input_start=start, repeat=repeat)
         if out is None:
             out = empty_like(tensor, (sum(rows), *source.shape[1:]))
         target = self._output(out, source)
         _require_same_count("out", target, sum(parts))
-        return self._run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def scatter(
         self,
@@ -337,7 +337,7 @@ class Communicator:
             parts, _ = self._parts_from_own(target, counts)
             signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=int(src))
             start = sum(parts[: self.rank])
-            return self._run(signature, None, target, timeout_s, async_op, output_start=start, repeat=repeat)
+            return self._runner.run(signature, None, target, timeout_s, async_op, output_start=start, repeat=repeat)
         if tensor is None:
             raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
         source = read_buffer(tensor)
@@ -348,7 +348,7 @@ class Communicator:
         _require_same_count("out", target, parts[self.rank])
         signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=int(src))
         start = sum(parts[: self.rank])
-        return self._run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_to_all(
         self,
@@ -407,7 +407,7 @@ class Communicator:
         if source.overlaps(target) and (source.address != target.address or len({*parts, *arriving}) > 1):
             raise ArgumentError("out overlaps tensor; all_to_all can only work in place if all counts are equal")
         signature = self._signature("all_to_all", source, counts=parts, output_counts=arriving, algorithm=algorithm)
-        return self._run(signature, source, target, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def barrier(
         self, *, algorithm: Algorithm | None = None, timeout: float | None = None, async_op: bool = False
@@ -428,7 +428,7 @@ class Communicator:
         if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
             return None
         signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
-        result: Work | None = self._run(signature, None, None, timeout_s, async_op, repeat=repeat)
+        result: Work | None = self._runner.run(signature, None, None, timeout_s, async_op, repeat=repeat)
         return result
 
     def send(
@@ -457,7 +457,7 @@ class Communicator:
         buffer = read_buffer(tensor)
         signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, int(dst)), tag=int(tag))
         timeout_s = self.timeout_s if timeout is None else timeout
-        work: Work | None = self._run(signature, buffer, None, timeout_s, async_op)
+        work: Work | None = self._runner.run(signature, buffer, None, timeout_s, async_op)
         return work
 
     def recv(self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -478,7 +478,7 @@ class Communicator:
         self._require_peer("src", src, tag)
         buffer = write_buffer(tensor)
         signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(int(src), self.rank), tag=int(tag))
-        return self._run(signature, None, buffer, self.timeout_s if timeout is None else timeout, async_op)
+        return self._runner.run(signature, None, buffer, self.timeout_s if timeout is None else timeout, async_op)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -526,7 +526,7 @@ class Communicator:
         signature = Signature("all_gather", DTYPES["int64"], counts=(2,) * self.world_size, caller="split")
         wishes = np.empty((self.world_size, 2), dtype=np.int64)
         start = 2 * self.rank
-        self._run(signature, read_buffer(mine), write_buffer(wishes), self.timeout_s, False, input_start=start)
+        self._runner.run(signature, read_buffer(mine), write_buffer(wishes), self.timeout_s, False, input_start=start)
         members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes.tolist()) if wish == color)
         ranks = [rank for _, rank in members]
 
@@ -652,32 +652,6 @@ class Communicator:
             raise ArgumentError(f"tag is {tag!r}; it must be a whole number")
         if rank == self.rank:
             raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
-
-    def _run(
-        self,
-        signature: Signature,
-        source: Buffer | None,
-        target: Buffer | None,
-        timeout_s: float,
-        async_op: bool,
-        *,
-        input_start: int = 0,
-        output_start: int = 0,
-        repeat: Repeat | None = None,
-    ) -> Any:
-        # What the engine finds calls by must not be mistaken for another: nothing whose identity may pass on.
-        if repeat is not None and not (repeat[5] is None or type(repeat[5]) is str):
-            repeat = None
-        return self._runner.run(
-            signature,
-            source,
-            target,
-            timeout_s,
-            async_op,
-            input_start=input_start,
-            output_start=output_start,
-            repeat=repeat,
-        )
 
 
 def _is_whole(value: Any, minimum: int = -(2**63)) -> bool:

@@ -464,18 +464,12 @@ class _Run(_Wiring):
     def require_promise_kept(self, interpretation: Interpretation) -> None:
         """Raise unless every promised output place ends as the collective says, to the contribution."""
         promise = interpretation.promise
-        masks = {who: sum(1 << rank for rank in who) for who in {who for _, who in promise.after.values()}}
-        for (rank, slot), (chunk, contributors) in promise.after.items():
+        for (rank, slot), promised in interpretation.promised.items():
             if rank in promise.read_only:
                 continue
-            expected = masks[contributors]
             for value in self.contents[rank].get(Place(Region.OUTPUT, slot), [NOTHING]):
                 doubled = value != NOTHING and self.values.doubled[value] and not promise.duplicates_allowed
-                if (
-                    value == NOTHING
-                    or doubled
-                    or (self.values.chunk[value], self.values.ranks[value]) != (chunk, expected)
-                ):
+                if value == NOTHING or doubled or (self.values.chunk[value], self.values.ranks[value]) != promised:
                     raise VerificationError(
                         f"the program of rank {rank} leaves the wrong contents in output slot {slot}",
                         rank=rank,

@@ -152,22 +152,13 @@ class Membership:
         return handed
 
     def __del__(self) -> None:
-        if (
-            self._descriptors and self.processes[self.rank] == os.getpid()
-        ):  # else a process forked from it drops its copy
+        is_own = self.processes[self.rank] == os.getpid()  # else a process forked from it drops its copy
+        if self._descriptors and is_own:
             self.leave()
 
     def leave(self) -> None:
         """Let the others, who may have joined, know that this rank does not take part."""
-        _native.Engine(
-            arena=self.arena,
-            rank=self.rank,
-            process_descriptors=self.open_process_descriptors(),
-            spins=0,
-            background_spins=0,
-            yields=0,
-            smallest_mapped_bytes=0,
-        ).close()
+        _native.Engine(self.arena, self.rank, self.open_process_descriptors()).close()
 
     def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.

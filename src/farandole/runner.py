@@ -130,7 +130,8 @@ class Runner:
             source, target: its input and output, where it has them; they may be one.
             timeout_s: how long it may wait for other ranks.
             async_op: return a `Work` at once.
-            repeat: what to find this call by when it is made again, see `repeats`.
+            repeat: what to find this call by when it is made again, see `repeats`. Kept only if the
+                algorithm, where there is one, is a name: others may change what they are.
             input_start, output_start: where, in elements of the whole buffer, an input or output begins that holds this
                 rank's part alone. If the two overlap in memory, they must be views of one whole buffer.
 
@@ -164,7 +165,7 @@ class Runner:
             self._is_told |= receipt[0] != Abort.NONE
             result = finish(receipt)
             self._settle_finished_work()
-            if repeat is not None:
+            if repeat is not None and (signature.algorithm is None or type(signature.algorithm) is str):
                 itemsize = signature.dtype.itemsize
                 self.repeats.remember(*repeat, call.native, call, input_start * itemsize, output_start * itemsize)
             return result
@@ -177,6 +178,8 @@ class Runner:
         except Exception:
             with self._lock:  # the engine has not taken the call
                 self.in_flight.remove(work)
+                if not self.in_flight:
+                    _busy.discard(self)
             raise
         except BaseException:  # Ctrl-C, perhaps after the engine took it: keep the buffers for as long as the engine
             with self._lock:
@@ -233,8 +236,8 @@ class Runner:
         if failure is None:
             self._fail_if_ranks_differed()
         elif not self._is_told and not isinstance(failure, CommunicatorClosedError):
-            self._is_told = True
-            raise type(failure)(*failure.args)
+            self._tell()
+            raise _copy_of(failure)
 
     def _fail_if_ranks_differed(self) -> None:
         reason, subject = self._engine.aborted()
@@ -259,7 +262,7 @@ class Runner:
 
     def fail(self, status: int, subject: int, call: Call | None) -> NoReturn:
         """Raise the error for a run that ended with ``status``, which is about rank ``subject``, to the user."""
-        self._is_told = True
+        self._tell()
         raise self._error_of(status, subject, call)
 
     def _error_of(self, status: int, subject: int, call: Call | None) -> CommunicationError:
@@ -269,13 +272,13 @@ class Runner:
                 self._failure = explain_failure(
                     Abort(status), subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
                 )
-            return type(self._failure)(*self._failure.args)
+            return _copy_of(self._failure)
 
     def _require_usable(self) -> None:
         self._require_own_process()
         if self._failure is not None:
-            self._is_told = True
-            raise type(self._failure)(*self._failure.args)
+            self._tell()
+            raise _copy_of(self._failure)
 
     def _require_own_process(self) -> None:
         if self._process != os.getpid():
@@ -308,6 +311,11 @@ class Runner:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _copy_of(error: CommunicationError) -> CommunicationError:
+    """To be raised: one and the same would gather the traceback of every time."""
+    return type(error)(*error.args)
 
 
 def _require_apart_or_in_place(

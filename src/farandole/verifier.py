@@ -132,6 +132,17 @@ class Interpretation:
         """The ``ranks`` mask of a value that holds a contribution of every rank."""
         return (1 << self.schedule.world_size) - 1
 
+    @cached_property
+    def promised(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(rank, slot) -> chunk and ``ranks`` mask of the value that the slot must hold at the end."""
+        masks: dict[tuple[int, ...], int] = {}  # many slots have the same contributors
+        promised = {}
+        for place, (chunk, contributors) in self.promise.after.items():
+            if contributors not in masks:
+                masks[contributors] = sum(1 << rank for rank in contributors)
+            promised[place] = (chunk, masks[contributors])
+        return promised
+
 
 def verify(schedule: Schedule) -> Interpretation:
     """Prove ``schedule``, or raise the first counterexample.

@@ -33,12 +33,8 @@ def main() -> None:
     os.set_inheritable(errors.fileno(), False)
     sys.argv[:] = [program, *arguments]
     try:
-        ended: SystemExit | None = None
-        try:
-            _run(kind, program)
-        except SystemExit as end:
-            ended = end
-        if ended is None or not _exit_code(ended):
+        ended = _run(kind, program)
+        if not _exit_code(ended):
             _close_communicators()
         if ended is not None:
             raise ended
@@ -55,18 +51,23 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run(kind: str, program: str) -> None:
-    if kind == "module":
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(program).resolve().parent)
-        runpy.run_path(program, run_name="__main__")
+def _run(kind: str, program: str) -> SystemExit | None:
+    """Run the program to its end; returns the exit that it asked for, if it did."""
+    try:
+        if kind == "module":
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(program).resolve().parent)
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        return end
+    return None
 
 
-def _exit_code(end: SystemExit) -> int:
+def _exit_code(end: SystemExit | None) -> int:
     """What the process's exit code will be: the system keeps 8 bits of it."""
-    if end.code is None:
+    if end is None or end.code is None:
         return 0
     return end.code & 0xFF if isinstance(end.code, int) else 1
 

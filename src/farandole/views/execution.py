@@ -40,17 +40,6 @@ class Execution:
         return len(self.states) - 1
 
     @cached_property
-    def promised(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(rank, slot) -> chunk and mask of the ranks whose contributions the slot must hold at the end."""
-        masks: dict[tuple[int, ...], int] = {}
-        promised = {}
-        for place, (chunk, contributors) in self.interpretation.promise.after.items():
-            if contributors not in masks:
-                masks[contributors] = sum(1 << rank for rank in contributors)
-            promised[place] = (chunk, masks[contributors])
-        return promised
-
-    @cached_property
     def written(self) -> list[set[tuple[int, int]]]:
         """Per state, the (rank, slot) that the step before it wrote."""
         written: list[set[tuple[int, int]]] = [set() for _ in self.states]

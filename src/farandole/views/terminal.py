@@ -263,7 +263,7 @@ class HeldGrid:
     def _cell(self, rank: int, slot: int, width: int) -> _Cell:
         execution = self.execution
         value = int(self._state[rank, slot])
-        promised = (rank, slot) in execution.promised
+        promised = (rank, slot) in execution.interpretation.promised
         at_end = self.position == execution.schedule.num_steps
         colour = "green" if _is_as_promised(execution, rank, slot, value) else "red" if promised and at_end else ""
         if value == NOTHING:
@@ -327,10 +327,10 @@ def _is_doubled(interpretation: Interpretation, value: int) -> bool:
 
 def _is_as_promised(execution: Execution, rank: int, slot: int, value: int) -> bool:
     """Whether the slot holds, by now, exactly what the collective promises for the end."""
-    if value == NOTHING or (rank, slot) not in execution.promised:
+    if value == NOTHING or (rank, slot) not in execution.interpretation.promised:
         return False
     values = execution.interpretation.values
-    whole = (values.chunk[value], values.ranks[value]) == execution.promised[rank, slot]
+    whole = (values.chunk[value], values.ranks[value]) == execution.interpretation.promised[rank, slot]
     return whole and not _is_doubled(execution.interpretation, value)
 
 
