@@ -252,14 +252,13 @@ NB_MODULE(_native, module) {
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 
   nb::class_<Repeats>(module, "Repeats")
-      .def(nb::init<std::shared_ptr<Engine>, nb::object>(), "engine"_a, "on_failure"_a)
+      .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a)
       .def("run", &Repeats::run, "collective"_a, "source"_a.none(), "target"_a.none(),
            "op"_a.none(), "root"_a.none(), "algorithm"_a.none(), "timeout_s"_a.none())
       .def("remember", &Repeats::remember, "collective"_a, "source"_a.none(), "target"_a.none(),
-           "op"_a.none(), "root"_a.none(), "algorithm"_a.none(), "settled"_a, "call"_a,
-           "input_start"_a, "output_start"_a);
+           "op"_a.none(), "root"_a.none(), "algorithm"_a.none(), "settled"_a, "input_start"_a,
+           "output_start"_a);
 
-  module.def("leave", &WithoutGil::leave);
   module.def("instruction_set", [] { return instruction_set(); });
   module.def("is_supported", [](int dtype, int op) {
     return is_supported(static_cast<DType>(dtype), static_cast<ReduceOp>(op));

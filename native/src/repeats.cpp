@@ -1,21 +1,14 @@
 #include "repeats.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <thread>
 
 namespace farandole {
 namespace nb = nanobind;
 namespace {
-
-// True if a signal handler raised; its exception is then pending in this thread.
-bool signal_raised() {
-  if (WithoutGil::must_not_return()) return false;
-  const nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
 
 std::uint64_t mixed(std::uint64_t seed, std::uint64_t value) noexcept {
   const std::uint64_t x = (seed ^ value) * 0x9e3779b97f4a7c15;
@@ -123,32 +116,26 @@ bool Repeats::run(int collective, nb::handle source, nb::handle target, nb::hand
   if (found == known_.end() || !views.fit(found->second)) return false;
   // The map may change while the GIL is released.
   const Call call{found->second.settled, views.input(), views.output(), timeout_of(seconds)};
-  const Receipt receipt = run_without_gil(*engine_, call);
-  if (receipt.status == Abort::none) return true;
-  const auto again = known_.find(key);
-  const nb::object user_call = again == known_.end() ? nb::none() : again->second.call;
-  const nb::object raise = on_failure_();
-  raise(static_cast<int>(receipt.status), receipt.subject, user_call);
-  throw std::logic_error("a failure was not raised");
+  return run_without_gil(*engine_, call).status == Abort::none;
 }
 
 void Repeats::remember(int collective, nb::handle source, nb::handle target, nb::object op,
                        nb::handle root, nb::object algorithm, std::shared_ptr<SettledCall> settled,
-                       nb::object call, std::int64_t input_start, std::int64_t output_start) {
+                       std::int64_t input_start, std::int64_t output_start) {
   const Views views(source, target);
   Key key{.op = op.ptr(), .algorithm = algorithm.ptr()};
   if (!key.set_kind(collective, root) || !views.fill(key)) return;
   if (known_.size() >= kMost) known_.clear();
-  known_.insert_or_assign(key, Known{std::move(settled), std::move(call), std::move(op),
-                                     std::move(algorithm), input_start, output_start});
+  known_.insert_or_assign(key, Known{std::move(settled), std::move(op), std::move(algorithm),
+                                     input_start, output_start});
 }
 
 Receipt run_without_gil(Engine& engine, const Call& call) {
   bool raised = false;
   Receipt receipt;
   {
-    const WithoutGil released;
-    receipt = engine.run(call, [&raised] { return raised = raised || signal_raised(); });
+    WithoutGil released;
+    receipt = engine.run(call, [&] { return raised = raised || released.signal_raised(); });
   }
   if (raised) throw nb::python_error();
   return receipt;
@@ -160,20 +147,19 @@ std::optional<std::chrono::nanoseconds> timeout_of(double seconds) noexcept {
   return std::chrono::nanoseconds(std::max<std::int64_t>(1, std::llround(seconds * 1e9)));
 }
 
-namespace {
-
-std::atomic<bool> leaving{false};  // set once, release, after leaving_thread
-std::thread::id leaving_thread;
-
-}  // namespace
-
-bool WithoutGil::must_not_return() noexcept {
-  return leaving.load(std::memory_order_acquire) && std::this_thread::get_id() != leaving_thread;
+bool WithoutGil::signal_raised() noexcept {
+  take();
+  const bool raised = PyErr_CheckSignals() != 0;
+  state_ = PyEval_SaveThread();
+  return raised;
 }
 
-void WithoutGil::leave() noexcept {
-  leaving_thread = std::this_thread::get_id();
-  leaving.store(true, std::memory_order_release);
+void WithoutGil::take() noexcept {
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (...) {  // the unwinding, which ends if nobody leaves this block
+    while (true) pause();
+  }
 }
 
 }  // namespace farandole

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -17,25 +16,22 @@ namespace farandole {
 
 class Repeats {
  public:
-  // `on_failure`: a weakref.WeakMethod, called with (status, subject, call) where a run failed; it
-  // raises. Weak, as its owner owns this.
-  Repeats(std::shared_ptr<Engine> engine, nanobind::object on_failure)
-      : engine_(std::move(engine)), on_failure_(std::move(on_failure)) {}
+  explicit Repeats(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
-  // Runs the call that remember() was told for such arguments; true if it did so, false if it is
-  // unknown or anything about it is unusual.
+  // Runs the call that remember() was told for such arguments. False if it is unknown, if anything
+  // about it is unusual, or if it failed: then all later runs fail in the same way.
   //
   // `source`, `target`: what provides the buffers, or None; the same object if in place.
   // `op`, `algorithm`: str or None, told apart by identity. `root`: an int. `timeout_s`: a float.
   bool run(int collective, nanobind::handle source, nanobind::handle target, nanobind::handle op,
            nanobind::handle root, nanobind::handle algorithm, nanobind::handle timeout_s);
 
-  // `call`: what on_failure is called with. The starts are those of the part that an input or
-  // output is of a whole buffer, in bytes: where the two overlap, they must be views of one.
+  // The starts are those of the part that an input or output is of a whole buffer, in bytes: where
+  // the two overlap, they must be views of one.
   void remember(int collective, nanobind::handle source, nanobind::handle target,
                 nanobind::object op, nanobind::handle root, nanobind::object algorithm,
-                std::shared_ptr<SettledCall> settled, nanobind::object call,
-                std::int64_t input_start, std::int64_t output_start);
+                std::shared_ptr<SettledCall> settled, std::int64_t input_start,
+                std::int64_t output_start);
 
  private:
   struct Key {
@@ -53,7 +49,6 @@ class Repeats {
   };
   struct Known {
     std::shared_ptr<SettledCall> settled;
-    nanobind::object call;
     nanobind::object op;         // this and the next: kept, so that no other object gets their
     nanobind::object algorithm;  // address
     std::int64_t input_start;
@@ -64,29 +59,25 @@ class Repeats {
   static constexpr std::size_t kMost = 4096;
 
   std::shared_ptr<Engine> engine_;
-  nanobind::object on_failure_;
   std::unordered_map<Key, Known, Hash> known_;  // guarded by the GIL
 };
 
-// Lets go of the GIL for as long as it lives. Once the interpreter is about to end (leave), a
-// thread that would take the GIL again is held here for good instead: CPython would end it by
-// unwinding its stack, through frames that do not allow that.
+// Lets go of the GIL for as long as it lives. A thread that takes the GIL again once the
+// interpreter has ended is held there for good: CPython before 3.14 would end it by unwinding its
+// stack, through frames that do not allow that.
 class WithoutGil {
  public:
   WithoutGil() noexcept : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    while (must_not_return()) pause();
-    PyEval_RestoreThread(state_);
-  }
+  ~WithoutGil() { take(); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
-  // Whether this thread would be held.
-  static bool must_not_return() noexcept;
-  // Called by the thread that ends the interpreter.
-  static void leave() noexcept;
+  // Runs signal handlers. True if one raised; its exception is then pending in this thread.
+  bool signal_raised() noexcept;
 
  private:
+  void take() noexcept;
+
   PyThreadState* state_;
 };
 

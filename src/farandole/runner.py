@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import farandole._native as _native
 from farandole.buffers import Buffer, registered_array
@@ -44,7 +44,6 @@ _untold: list[CommunicationError] = []  # of communicators that are gone
 
 def close_at_exit() -> None:
     """`close_all`, at the end of the process, which fails if a communicator shows that the ranks differed."""
-    _native.leave()
     try:
         close_all()
     except CommunicationError:
@@ -102,7 +101,7 @@ class Runner:
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
         )
         self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
-        self.repeats = _native.Repeats(self._engine, weakref.WeakMethod(self.fail))
+        self.repeats = _native.Repeats(self._engine)
         self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
         self.in_flight: deque[Work] = deque()
         self._orphans: list[Work] = []
@@ -167,7 +166,7 @@ class Runner:
             self._settle_finished_work()
             if repeat is not None and (signature.algorithm is None or type(signature.algorithm) is str):
                 itemsize = signature.dtype.itemsize
-                self.repeats.remember(*repeat, call.native, call, input_start * itemsize, output_start * itemsize)
+                self.repeats.remember(*repeat, call.native, input_start * itemsize, output_start * itemsize)
             return result
         work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell)
         try:
@@ -243,7 +242,8 @@ class Runner:
         reason, subject = self._engine.aborted()
         if reason == Abort.MISMATCH:
             self._failure = None
-            self.fail(reason, subject, None)
+            self._tell()
+            raise self._error_of(reason, subject, None)
 
     def _tell(self) -> None:
         self._is_told = True
@@ -259,11 +259,6 @@ class Runner:
                 self._fail_if_ranks_differed()
             except CommunicationError as error:  # told at the end of the process, which then fails
                 _untold.append(error)
-
-    def fail(self, status: int, subject: int, call: Call | None) -> NoReturn:
-        """Raise the error for a run that ended with ``status``, which is about rank ``subject``, to the user."""
-        self._tell()
-        raise self._error_of(status, subject, call)
 
     def _error_of(self, status: int, subject: int, call: Call | None) -> CommunicationError:
         with self._lock:
