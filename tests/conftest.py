@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from farandole import rendezvous, runner
 from farandole.local_world import LocalWorld
 
 TIGHT = (rendezvous, "_geometry", lambda world_size: (2, 64))
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="farandole-tests-")  # no calibration of this user
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 
 

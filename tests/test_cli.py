@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -30,7 +32,7 @@ from farandole.launch import JobResult
 bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
 run_module = importlib.import_module("farandole.cli.run")
 
-VERBS = ("run", "verify", "draw", "bench")
+VERBS = ("run", "verify", "draw", "bench", "explain", "calibrate")
 
 PLANS = '''
 from farandole import Schedule, Transfer
@@ -636,16 +638,16 @@ def with_rows(monkeypatch, *rows: Row, result: JobResult | None = None, noise: b
     monkeypatch.setattr(bench_module, "_available_bytes", lambda: 1 << 50)  # nothing is allocated
 
 
-RIGHT = Row(2, "one_shot", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 0))
-WRONG = Row(2, "one_shot", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 3))
+RIGHT = Row(2, "one_shot", "staged", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 0))
+WRONG = Row(2, "one_shot", "staged", Measurement(1e-6, 2e-6, 0), Measurement(2e-6, 3e-6, 3))
 
 
 def test_bench_exits_0_if_all_is_right(monkeypatch):
     with_rows(monkeypatch, RIGHT, noise=b"a warning")
-    result = invoke("bench", "-e", "8", columns=140)
+    result = invoke("bench", "-e", "8", columns=150)
     assert result.exit_code == 0
     row = words(result.stdout.splitlines()[-2])
-    assert row == "8 2 float32 sum - one_shot 1.000 2.000 0.01 0.01 0 2.000 3.000 0.00 0.00 0"
+    assert row == "8 2 float32 sum - one_shot staged 1.000 2.000 0.01 0.01 0 2.000 3.000 0.00 0.00 0"
     assert "# no wrong elements" in result.stdout
     assert result.stderr == "[1] a warning\n"
 
@@ -658,10 +660,41 @@ def test_bench_exits_1_if_an_element_is_wrong(monkeypatch, options):
     assert ('"num_wrong": 3' if options else "# 3 wrong elements") in result.stdout
 
 
+def test_bench_prints_csv_with_a_line_per_size_and_place(monkeypatch):
+    with_rows(monkeypatch, RIGHT, Row(4, "direct", "mapped", None, Measurement(1e-6, 2e-6, None)))
+    result = invoke("bench", "-b", "8", "-e", "16", "--csv")
+    assert result.exit_code == 0
+    lines = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [(line["size_bytes"], line["place"], line["transport"]) for line in lines] == [
+        ("8", "out_of_place", "staged"),
+        ("8", "in_place", "staged"),
+        ("16", "in_place", "mapped"),
+    ]
+    first = lines[0]
+    assert (first["collective"], first["op"], first["root"], first["num_wrong"]) == ("all_reduce", "sum", "", "0")
+    assert float(first["busbw_bytes_per_s"]) == pytest.approx(8 / 1e-6)
+    assert lines[2]["num_wrong"] == ""
+
+
+def test_bench_prints_one_form_alone():
+    result = invoke("bench", "--csv", "--json")
+    assert "--json and --csv exclude each other" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "transports"),
+    [([], {"staged"}), (["--registered"], {"mapped"}), (["-g", "1"], {"local"}), (["--cold"], {"staged"})],
+)
+def test_bench_says_how_data_travelled(options, transports):
+    result = run_command("bench", *options, "-b", "2M", "-e", "2M", "-i", 2, "-w", 0, "-a", "direct", "--json")
+    assert result.returncode == 0, result.stderr
+    assert {row["transport"] for row in json.loads(result.stdout)["rows"]} == transports
+
+
 @pytest.mark.parametrize("columns", [80, 100, 120, 160])
 @pytest.mark.parametrize("options", [[], ["-c", "broadcast", "--dtype", "complex128"], ["-a", "recursive_doubling"]])
 def test_bench_fits_the_terminal(monkeypatch, columns, options):
-    with_rows(monkeypatch, Row(1 << 30, "recursive_doubling", None, Measurement(100, 200, 0)))
+    with_rows(monkeypatch, Row(1 << 30, "recursive_doubling", "mapped", None, Measurement(100, 200, 0)))
     result = invoke("bench", "-b", "4G", "-e", "4G", *options, columns=columns)
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= columns
@@ -801,7 +834,17 @@ def test_one_wrong_element_is_found_and_rounding_is_not(dtype, op):
 def test_one_wrong_element_on_one_rank_is_found_in_every_collective(worlds, collective, in_place):
     root, count = 1, 3 * 1000
     settings = Settings(
-        collective, (count,), "float32", "sum", root, None, iterations=1, warmup=0, check=True, registered=False
+        collective,
+        (count,),
+        "float32",
+        "sum",
+        root,
+        None,
+        iterations=1,
+        warmup=0,
+        check=True,
+        registered=False,
+        cold=False,
     )
 
     def numbers_of_wrong(communicator):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from farandole.algorithms import ALGORITHMS, ROOTED, build, names, ring
 from farandole.collectives import COLLECTIVES
-from farandole.cost_model import Bound, Cost, chunk_bytes, lower_bound, price
+from farandole.cost_model import Bound, Cost, Link, chunk_bytes, lower_bound, price
 from farandole.errors import ArgumentError, MalformedScheduleError
 from farandole.schedule import Schedule
 
 PAIRS = [(collective, name) for collective in ALGORITHMS for name in names(collective)]
-MACHINE = {"latency_s": 3.0, "bandwidth_bytes_per_s": 2.0, "reduce_bytes_per_s": 4.0}
+MACHINE = Link(latency_s=3.0, bandwidth_bytes_per_s=2.0, reduce_bytes_per_s=4.0)
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------
@@ -44,62 +45,62 @@ def test_sizes_that_cannot_be_are_refused(nbytes: int, item_bytes: int) -> None:
 
 
 def test_one_message_costs_its_latency_and_its_bytes() -> None:
-    cost = price(Schedule("send", 2, 1, [(0, 0, 0, 1, 0, 0)]), 10, **MACHINE)
+    cost = price(Schedule("send", 2, 1, [(0, 0, 0, 1, 0, 0)]), 10, MACHINE)
     assert cost == Cost(1, (1, 0), (10, 0), (0, 10), (0, 0), 3 + 10 / 2)
 
 
 def test_chunks_to_one_peer_in_one_step_are_one_message() -> None:
-    cost = price(Schedule("send", 2, 2, [(0, 0, 0, 1, 0, 0), (0, 0, 1, 1, 1, 0)]), 10, **MACHINE)
+    cost = price(Schedule("send", 2, 2, [(0, 0, 0, 1, 0, 0), (0, 0, 1, 1, 1, 0)]), 10, MACHINE)
     assert (cost.rounds, cost.max_messages_sent, cost.seconds) == (1, 1, 3 + 10 / 2)
 
 
 def test_chunks_in_two_steps_are_two_messages_and_a_gap_between_steps_is_no_round() -> None:
-    cost = price(Schedule("send", 2, 2, [(0, 0, 0, 1, 0, 0), (9, 0, 1, 1, 1, 0)]), 10, **MACHINE)
+    cost = price(Schedule("send", 2, 2, [(0, 0, 0, 1, 0, 0), (9, 0, 1, 1, 1, 0)]), 10, MACHINE)
     assert (cost.rounds, cost.max_messages_sent, cost.seconds) == (2, 2, 2 * 3 + 10 / 2)
 
 
 def test_sending_and_receiving_overlap_and_adding_up_comes_after() -> None:
-    cost = price(Schedule("all_reduce", 2, 1, [(0, 0, 0, 1, 0, 1), (0, 1, 0, 0, 0, 1)]), 8, **MACHINE)
+    cost = price(Schedule("all_reduce", 2, 1, [(0, 0, 0, 1, 0, 1), (0, 1, 0, 0, 0, 1)]), 8, MACHINE)
     assert cost == Cost(1, (1, 1), (8, 8), (8, 8), (8, 8), 3 + 8 / 2 + 8 / 4)
 
 
 def test_a_rank_receives_from_one_peer_at_a_time() -> None:
-    cost = price(Schedule("reduce", 3, 1, [(0, 1, 0, 0, 0, 1), (0, 2, 0, 0, 0, 1)]), 8, **MACHINE)
+    cost = price(Schedule("reduce", 3, 1, [(0, 1, 0, 0, 0, 1), (0, 2, 0, 0, 0, 1)]), 8, MACHINE)
     assert cost == Cost(1, (0, 1, 1), (0, 8, 8), (16, 0, 0), (16, 0, 0), 2 * (3 + 8 / 2) + 16 / 4)
 
 
 def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
     schedule = Schedule("all_gather", 4, 4, [(0, 0, 0, 1, 0, 0), (0, 2, 2, 3, 2, 0), (0, 2, 2, 1, 2, 0)])
-    assert price(schedule, 16, **MACHINE).seconds == 2 * (3 + 4 / 2)
+    assert price(schedule, 16, MACHINE).seconds == 2 * (3 + 4 / 2)
 
 
 def test_local_moves_are_free_and_no_round_but_local_adding_is_not() -> None:
-    cost = price(Schedule("reduce", 2, 1, [(0, 0, 0, 0, 1, 0), (1, 0, 1, 0, 0, 1)], num_scratch=1), 8, **MACHINE)
+    cost = price(Schedule("reduce", 2, 1, [(0, 0, 0, 0, 1, 0), (1, 0, 1, 0, 0, 1)], num_scratch=1), 8, MACHINE)
     assert cost == Cost(0, (0, 0), (0, 0), (0, 0), (8, 0), 8 / 4)
 
 
 def test_nothing_costs_nothing() -> None:
-    assert price(Schedule("all_reduce", 1, 1, []), 8, **MACHINE) == Cost(0, (0,), (0,), (0,), (0,), 0.0)
+    assert price(Schedule("all_reduce", 1, 1, []), 8, MACHINE) == Cost(0, (0,), (0,), (0,), (0,), 0.0)
 
 
 def test_a_chunk_keeps_its_size_in_whatever_slot_it_lies() -> None:
     through_scratch = [(0, 0, 0, 1, 2, 0), (1, 1, 2, 2, 2, 0), (2, 2, 2, 1, 0, 0)]
-    assert price(Schedule("broadcast", 3, 2, through_scratch, num_scratch=1), 3, **MACHINE).bytes_sent == (2, 2, 2)
+    assert price(Schedule("broadcast", 3, 2, through_scratch, num_scratch=1), 3, MACHINE).bytes_sent == (2, 2, 2)
 
 
 def test_a_scratch_slot_that_is_read_before_it_is_written_is_refused() -> None:
     schedule = Schedule("broadcast", 2, 1, [(0, 0, 0, 1, 0, 0), (1, 0, 1, 1, 0, 0)], num_scratch=1)
     with pytest.raises(MalformedScheduleError, match=r"transfer 1 \(step 1: .*\) reads an empty scratch slot"):
-        price(schedule, 8, **MACHINE)
+        price(schedule, 8, MACHINE)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("latency_s", -1.0), ("bandwidth_bytes_per_s", 0.0), ("reduce_bytes_per_s", -2.0), ("latency_s", math.nan)],
 )
-def test_a_machine_that_cannot_be_is_refused(field: str, value: float) -> None:
+def test_a_link_that_cannot_be_is_refused(field: str, value: float) -> None:
     with pytest.raises(ArgumentError, match=f"{field} is {value}"):
-        price(Schedule("send", 2, 1, []), 8, **{**MACHINE, field: value})
+        replace(MACHINE, **{field: value})
 
 
 # --- Against plain counting, and the closed forms ---------------------------------------------------------------------
@@ -128,10 +129,10 @@ def counted(schedule: Schedule, nbytes: int) -> Cost:
             sent[rank] += out
             received[rank] += back
             reduced[rank] += added
-            sending = len(to) * MACHINE["latency_s"] + out / MACHINE["bandwidth_bytes_per_s"]
+            sending = len(to) * MACHINE.latency_s + out / MACHINE.bandwidth_bytes_per_s
             num_from = len({t.src for t in travelling if t.dst == rank})
-            receiving = num_from * MACHINE["latency_s"] + back / MACHINE["bandwidth_bytes_per_s"]
-            slowest = max(slowest, max(sending, receiving) + added / MACHINE["reduce_bytes_per_s"])
+            receiving = num_from * MACHINE.latency_s + back / MACHINE.bandwidth_bytes_per_s
+            slowest = max(slowest, max(sending, receiving) + added / MACHINE.reduce_bytes_per_s)
         seconds += slowest
     return Cost(rounds, tuple(messages_sent), tuple(sent), tuple(received), tuple(reduced), seconds)
 
@@ -141,13 +142,13 @@ def test_equals_plain_counting_on_chunks_of_unequal_size(collective: str, name: 
     for world_size in [2] if collective == "send" else [1, 2, 3, 6, 7]:
         schedule = build(collective, name, world_size, world_size - 1 if collective in ROOTED else 0)
         # Quarters and halves are exact in binary, so the seconds are equal to the last bit.
-        assert price(schedule, 1001, **MACHINE) == counted(schedule, 1001)
+        assert price(schedule, 1001, MACHINE) == counted(schedule, 1001)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 17, 128])
 def test_ring_all_reduce_sends_2_n_minus_1_over_n_of_the_buffer(world_size: int) -> None:
     nbytes = 1000 * world_size
-    cost = price(ring.all_reduce(world_size), nbytes, **MACHINE)
+    cost = price(ring.all_reduce(world_size), nbytes, MACHINE)
     each = 2 * (world_size - 1) * nbytes // world_size
     assert set(cost.bytes_sent) == set(cost.bytes_received) == {each}
     assert set(cost.bytes_reduced) == {each // 2}
@@ -156,7 +157,7 @@ def test_ring_all_reduce_sends_2_n_minus_1_over_n_of_the_buffer(world_size: int)
 
 
 def test_what_is_sent_is_received() -> None:
-    cost = price(build("all_to_all", "bruck", 13), 10**6 + 1, **MACHINE)
+    cost = price(build("all_to_all", "bruck", 13), 10**6 + 1, MACHINE)
     assert sum(cost.bytes_sent) == sum(cost.bytes_received)
     assert cost.max_bytes_received == max(cost.bytes_received)
     assert cost.max_bytes_sent == max(cost.bytes_sent)
@@ -164,7 +165,7 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_step_numbers_may_be_as_large_as_they_like() -> None:
-    cost = price(Schedule("send", 2, 1, [(2**31 - 1, 0, 0, 1, 0, 0)]), 10, **MACHINE)
+    cost = price(Schedule("send", 2, 1, [(2**31 - 1, 0, 0, 1, 0, 0)]), 10, MACHINE)
     assert (cost.rounds, cost.seconds) == (1, 8.0)
 
 
@@ -195,9 +196,9 @@ def test_no_algorithm_beats_the_bound(collective: str, name: str) -> None:
     for world_size in [2] if collective == "send" else range(1, 18):
         schedule = build(collective, name, world_size)
         nbytes = 1000 * schedule.num_chunks
-        cost, bound = price(schedule, nbytes, **MACHINE), lower_bound(collective, world_size, nbytes)
+        cost, bound = price(schedule, nbytes, MACHINE), lower_bound(collective, world_size, nbytes)
         assert max(cost.max_bytes_sent, cost.max_bytes_received) >= bound.bytes_per_rank * (1 - 1e-12)
-        alphas_alone = price(schedule, 0, **MACHINE).seconds / MACHINE["latency_s"]
+        alphas_alone = price(schedule, 0, MACHINE).seconds / MACHINE.latency_s
         assert alphas_alone >= bound.rounds, "one message after the other, on one port"
 
 
@@ -205,7 +206,7 @@ def test_no_algorithm_beats_the_bound(collective: str, name: str) -> None:
 def test_some_all_reduces_move_no_more_than_they_must(name: str) -> None:
     for world_size in range(1, 18):
         nbytes = 1000 * world_size
-        cost = price(build("all_reduce", name, world_size), nbytes, **MACHINE)
+        cost = price(build("all_reduce", name, world_size), nbytes, MACHINE)
         assert cost.max_bytes_sent == pytest.approx(lower_bound("all_reduce", world_size, nbytes).bytes_per_rank)
 
 

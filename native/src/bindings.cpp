@@ -199,10 +199,13 @@ NB_MODULE(_native, module) {
       .def(nb::new_([] { return std::make_shared<Tally>(); }))
       .def("read", [](const Tally& tally) {
         const auto read = [](const auto& field) { return field.load(std::memory_order_relaxed); };
-        return std::tuple{
-            read(tally.calls),          read(tally.bytes_sent),
-            read(tally.bytes_received), read(tally.scheduled_bytes_sent),
-            read(tally.payload_bytes),  static_cast<double>(read(tally.nanoseconds)) * 1e-9};
+        return std::tuple{read(tally.calls),
+                          read(tally.bytes_sent),
+                          read(tally.bytes_received),
+                          read(tally.bytes_mapped),
+                          read(tally.scheduled_bytes_sent),
+                          read(tally.payload_bytes),
+                          static_cast<double>(read(tally.nanoseconds)) * 1e-9};
       });
 
   nb::class_<SettledCall>(module, "SettledCall")

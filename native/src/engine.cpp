@@ -303,6 +303,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
     add(tally.calls, 1);
     add(tally.bytes_sent, receipt.bytes_sent);
     add(tally.bytes_received, receipt.bytes_received);
+    add(tally.bytes_mapped, receipt.bytes_mapped);
     add(tally.scheduled_bytes_sent, settled.scheduled_bytes_sent);
     add(tally.payload_bytes, settled.payload_bytes);
     add(tally.nanoseconds, static_cast<std::uint64_t>((Clock::now() - start).count()));
@@ -394,6 +395,7 @@ bool Engine::publish_segment(std::uint32_t index, std::size_t offset, std::size_
   }
   end.publish(whole + offset, bytes, label);
   receipt.bytes_sent += bytes * end.num_readers();
+  if (label.heap_position != 0) receipt.bytes_mapped += bytes * end.num_readers();
   return true;
 }
 

@@ -34,6 +34,7 @@ struct Tally : std::enable_shared_from_this<Tally> {
   std::atomic<std::uint64_t> calls{0};
   std::atomic<std::uint64_t> bytes_sent{0};
   std::atomic<std::uint64_t> bytes_received{0};
+  std::atomic<std::uint64_t> bytes_mapped{0};
   std::atomic<std::uint64_t> scheduled_bytes_sent{0};
   std::atomic<std::uint64_t> payload_bytes{0};
   std::atomic<std::uint64_t> nanoseconds{0};
@@ -66,6 +67,7 @@ struct Receipt {
   std::uint32_t subject = 0;  // the rank that status is about
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
+  std::uint64_t bytes_mapped = 0;  // of those sent, what was read where it lay
 };
 
 // A call on an engine from within another of its calls, as by a signal handler.

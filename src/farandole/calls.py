@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import farandole._native as _native
 from farandole import algorithms, selector
+from farandole.calibration import Calibration
 from farandole.call_records import pack_call
 from farandole.dtypes import REDUCE_OPS, DType
 from farandole.errors import ArgumentError
@@ -71,6 +72,7 @@ class CollectiveStats:
         collective, algorithm: which.
         calls: finished calls.
         bytes_sent, bytes_received: by this rank, counted by the engine as they moved.
+        bytes_mapped: of those sent, what the others read where it lay, in registered memory.
         scheduled_bytes_sent: by this rank, as the schedules say.
         payload_bytes: S summed over the calls: bytes of the whole buffer.
         seconds: spent in the engine.
@@ -81,6 +83,7 @@ class CollectiveStats:
     calls: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_mapped: int = 0
     scheduled_bytes_sent: int = 0
     payload_bytes: int = 0
     seconds: float = 0.0
@@ -132,6 +135,7 @@ class CallTable:
     rank: int
     world_size: int
     max_segment_bytes: int
+    calibration: Calibration
     tallies: dict[tuple[str, str], _native.Tally] = field(default_factory=dict)
     _calls: OrderedDict[Signature, Call] = field(default_factory=OrderedDict)
 
@@ -196,11 +200,9 @@ class CallTable:
         """What finished calls did, per collective and algorithm."""
         entries = []
         for (collective, algorithm), tally in list(self.tallies.items()):
-            calls, sent, received, scheduled, payload, seconds = tally.read()
-            if calls:
-                entries.append(
-                    CollectiveStats(collective, algorithm, calls, sent, received, scheduled, payload, seconds)
-                )
+            figures = tally.read()
+            if figures[0]:
+                entries.append(CollectiveStats(collective, algorithm, *figures))
         return entries
 
     def _record(self, signature: Signature, op_code: int) -> tuple[int, int, int]:
@@ -217,7 +219,7 @@ class CallTable:
         algorithm, collective = signature.algorithm, signature.collective
         world_size = self.world_size if signature.pair is None else 2
         if algorithm is None:
-            algorithm = selector.choose(collective, world_size, payload_bytes)
+            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration)
         if isinstance(algorithm, str):
             _require_known(collective, algorithm)
             return _named_schedule(collective, algorithm, world_size, signature.root)

@@ -27,6 +27,7 @@ from farandole.errors import ArgumentError, CommunicationError
 from farandole.plans import split_evenly
 from farandole.rendezvous import Membership
 from farandole.runner import Runner
+from farandole.selector import Explanation, explain
 from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
@@ -538,6 +539,22 @@ class Communicator:
         if membership is None:
             return None
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+
+    def explain(self, collective: str, nbytes: int) -> Explanation:
+        """Which algorithm a call without ``algorithm`` uses, what each would cost, and why. Not a collective.
+
+        Args:
+            collective: its name, as of the method.
+            nbytes: bytes of the whole buffer, S; for all_gather, of the gathered result.
+
+        Returns:
+            An `Explanation`; printed, a table.
+
+        Raises:
+            ArgumentError: there is no such collective, or no such size.
+        """
+        world_size = 2 if collective == "send" else self.world_size
+        return explain(collective, world_size, nbytes, self._membership.calibration)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""

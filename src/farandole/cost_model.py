@@ -1,13 +1,19 @@
 """What a schedule costs, by the alpha-beta-gamma model.
 
-The model knows three numbers: alpha (`latency_s`), the time to get one message going; beta, the time per byte on a link
-(``1 / bandwidth_bytes_per_s``); gamma, the time per byte that is added up (``1 / reduce_bytes_per_s``). It assumes:
+The model knows what one kind of `Link` costs: alpha (`latency_s`), the time to get one message going; beta, the time
+per byte (``1 / bandwidth_bytes_per_s``); gamma, the time per byte that is added up (``1 / reduce_bytes_per_s``); and
+`step_s`, the time until a rank hears of what others did, once per step. It assumes:
 
-* **One port, full duplex.** A rank sends one message at a time and receives one at a time, and does both at once.
-* **One message per peer and step.** All that a rank sends to one peer in a step travels together and pays alpha once.
-* **Steps wait.** A step starts when the last rank is through with the one before. It takes a rank the longer of its
-  sending and its receiving, and then the adding up.
-* **Local moves are free.** A local transfer costs nothing but the adding up, if it adds.
+* **One port.** A rank sends one message at a time and receives one at a time. On a wire it does both at once. In
+  shared memory, where it is a core of the host that copies, it does one after the other, and no more ranks at a time
+  than there are cores; there a chunk that goes to all others in one step is put where they find it once, and what is
+  added up is not copied before.
+* **One message per peer and step.** All that a rank sends to one peer in a step travels together and pays alpha
+  once. In shared memory alpha is paid for each chunk that a rank puts there, and again by each that takes it.
+* **Steps wait.** A step starts when the last rank is through with the one before. It takes a rank its sending and its
+  receiving, and then the adding up.
+* **Local moves are free.** A local transfer costs nothing but the adding up, if it adds; in shared memory not even
+  that, as it is added up in one pass with what arrives.
 * **No contention.** Every pair of ranks has a link of its own; the simulator knows better.
 
 The engine overlaps steps and pipelines within them, so for long vectors it can be faster than this.
@@ -28,9 +34,39 @@ import numpy.typing as npt
 from farandole.errors import ArgumentError, MalformedScheduleError
 from farandole.schedule import Schedule
 
-__all__ = ["BUS_FACTORS", "Bound", "Cost", "bus_factor", "chunk_bytes", "lower_bound", "price"]
+__all__ = ["BUS_FACTORS", "Bound", "Cost", "Link", "bus_factor", "chunk_bytes", "lower_bound", "price"]
 
 Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one kind of link costs, the same for every pair of ranks.
+
+    Attributes:
+        latency_s: alpha, seconds per message.
+        bandwidth_bytes_per_s: 1 / beta, of what a rank sends or receives.
+        reduce_bytes_per_s: 1 / gamma, bytes of contributions that a rank adds up per second.
+        step_s: seconds per step, besides.
+        cores: of the host, where the ranks copy through memory that they share; None for a wire.
+
+    Raises:
+        ArgumentError: a negative time, a rate that is not positive, or no cores.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    reduce_bytes_per_s: float
+    step_s: float = 0.0
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("bandwidth_bytes_per_s", "reduce_bytes_per_s", "cores"):
+            if getattr(self, field) is not None and not getattr(self, field) > 0:
+                raise ArgumentError(f"{field} is {getattr(self, field)}; it must be > 0")
+        for field in ("latency_s", "step_s"):
+            if not getattr(self, field) >= 0:
+                raise ArgumentError(f"{field} is {getattr(self, field)}; it must be >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +75,7 @@ class Cost:
 
     Attributes:
         rounds: steps in which something travels between ranks.
-        messages_sent: how often each rank pays alpha for sending.
+        messages_sent: peers that each rank sends to, summed over the steps.
         bytes_sent, bytes_received: what each rank moves to and from others.
         bytes_reduced: what each rank adds to something, counted in bytes of the contribution that is added.
         seconds: the time of all steps, by the model above.
@@ -108,33 +144,22 @@ def chunk_bytes(schedule: Schedule, nbytes: int, *, item_bytes: int = 1) -> Inte
     return sizes * item_bytes
 
 
-def price(
-    schedule: Schedule,
-    nbytes: int,
-    *,
-    latency_s: float,
-    bandwidth_bytes_per_s: float,
-    reduce_bytes_per_s: float,
-    item_bytes: int = 1,
-) -> Cost:
+def price(schedule: Schedule, nbytes: int, link: Link, *, item_bytes: int = 1) -> Cost:
     """What ``schedule`` costs on a buffer of ``nbytes`` bytes.
 
     Args:
         schedule: a schedule that `farandole.verifier.verify` accepts.
         nbytes: size of the whole buffer, S.
-        latency_s: alpha, seconds per message.
-        bandwidth_bytes_per_s: 1 / beta, in each direction of a rank's port.
-        reduce_bytes_per_s: 1 / gamma, bytes of contributions that a rank adds up per second.
+        link: between any two ranks.
         item_bytes: size of an element; chunks are cut between elements.
 
     Raises:
-        ArgumentError: a negative latency or size, or a rate that is not positive.
+        ArgumentError: a size that `chunk_bytes` refuses.
         MalformedScheduleError: the schedule reads a scratch slot that nothing was put into.
     """
-    _require_sane_machine(latency_s, bandwidth_bytes_per_s, reduce_bytes_per_s)
     sizes = chunk_bytes(schedule, nbytes, item_bytes=item_bytes)[_chunk_of_each_transfer(schedule)]
     num_ranks = schedule.world_size
-    src, dst = (schedule.column(name).astype(np.int64) for name in ("src", "dst"))
+    src, src_slot, dst = (schedule.column(name).astype(np.int64) for name in ("src", "src_slot", "dst"))
     reduces = schedule.column("reduce") == 1
     travels = src != dst
     step = _numbered(schedule.column("step"))
@@ -155,32 +180,55 @@ def price(
     sent = per_cell(sender[travels], sizes[travels])
     received = per_cell(receiver[travels], sizes[travels])
     reduced = per_cell(receiver[reduces], sizes[reduces])
-    sending_s = messages_sent * latency_s + sent / bandwidth_bytes_per_s
-    receiving_s = messages_received * latency_s + received / bandwidth_bytes_per_s
-    busy_s = np.maximum(sending_s, receiving_s) + reduced / reduce_bytes_per_s
+    if link.cores is not None:
+        put = travels.copy()
+        put[travels] = _is_put(((step * num_ranks + src) * schedule.num_slots + src_slot)[travels], num_ranks - 1)
+        each = np.ones(len(put), dtype=np.int64)
+        putting_s = per_cell(sender[put], each[put]) * link.latency_s
+        putting_s += per_cell(sender[put], sizes[put]) / link.bandwidth_bytes_per_s
+        taken = travels & ~reduces
+        taking_s = per_cell(receiver[travels], each[travels]) * link.latency_s
+        taking_s += per_cell(receiver[taken], sizes[taken]) / link.bandwidth_bytes_per_s
+        moving_s = putting_s + taking_s
+    else:
+        sending_s = messages_sent * link.latency_s + sent / link.bandwidth_bytes_per_s
+        receiving_s = messages_received * link.latency_s + received / link.bandwidth_bytes_per_s
+        moving_s = np.maximum(sending_s, receiving_s)
     starts = _first_of_each(cells // num_ranks)
+    rounds = len(np.unique(step[travels]))
+    added = reduced if link.cores is None else per_cell(receiver[reduces & travels], sizes[reduces & travels])
+    busy_s = moving_s + added / link.reduce_bytes_per_s
 
     def per_rank(amounts: Integers) -> tuple[int, ...]:
         total = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(total, cells % num_ranks, amounts)
         return tuple(total.tolist())
 
+    seconds = rounds * link.step_s
+    if len(cells):
+        longest_s = np.maximum.reduceat(busy_s, starts)
+        if link.cores is not None:
+            longest_s = np.maximum(longest_s, np.add.reduceat(busy_s, starts) / link.cores)
+        seconds += float(longest_s.sum())
     return Cost(
-        rounds=len(np.unique(step[travels])),
+        rounds=rounds,
         messages_sent=per_rank(messages_sent),
         bytes_sent=per_rank(sent),
         bytes_received=per_rank(received),
         bytes_reduced=per_rank(reduced),
-        seconds=float(np.maximum.reduceat(busy_s, starts).sum()) if len(cells) else 0.0,
+        seconds=seconds,
     )
 
 
-def _require_sane_machine(latency_s: float, bandwidth_bytes_per_s: float, reduce_bytes_per_s: float) -> None:
-    for field, rate in (("bandwidth_bytes_per_s", bandwidth_bytes_per_s), ("reduce_bytes_per_s", reduce_bytes_per_s)):
-        if not rate > 0:
-            raise ArgumentError(f"{field} is {rate}; it must be > 0")
-    if not latency_s >= 0:
-        raise ArgumentError(f"latency_s is {latency_s}; it must be >= 0")
+def _is_put(published: Integers, num_others: int) -> npt.NDArray[np.bool_]:
+    """Of transfers that each read a certain (step, rank, slot): whether it has to be put there, as it is not yet.
+
+    What all others read is put once, anything else once for each reader.
+    """
+    _, first, of_transfer, readers = np.unique(published, return_index=True, return_inverse=True, return_counts=True)
+    is_put: npt.NDArray[np.bool_] = readers[of_transfer] != num_others
+    is_put[first] = True
+    return is_put
 
 
 def _chunk_of_each_transfer(schedule: Schedule) -> Integers:

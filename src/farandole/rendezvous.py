@@ -15,10 +15,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import farandole._native as _native
+from farandole.calibration import Calibration, load_calibration
 from farandole.errors import RendezvousError
 from farandole.store import Address, StoreClient, StoreServer
 
@@ -123,6 +124,7 @@ class Membership:
         arena: what the group shares.
         processes: per rank, its process id.
         job_ranks: per rank, its rank in the job.
+        calibration: what communication costs here; the same on all ranks.
 
     Raises:
         RendezvousError: this process may not open as many files as it needs to watch the others.
@@ -133,6 +135,7 @@ class Membership:
     arena: _native.Arena
     processes: tuple[int, ...]
     job_ranks: tuple[int, ...]
+    calibration: Calibration
     _descriptors: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -188,6 +191,7 @@ class Membership:
                     arena or _map_arena(*offers[ranks[0]]),
                     tuple(self.processes[rank] for rank in ranks),
                     tuple(self.job_ranks[rank] for rank in ranks),
+                    self.calibration,
                 )
             except Exception as error:
                 problem = _words(error)
@@ -216,7 +220,7 @@ def join_alone() -> Membership:
     """A world of one."""
     arena, _ = _create_arena(1)
     arena.close_descriptor()
-    return Membership(0, 1, arena, (os.getpid(),), (0,))
+    return Membership(0, 1, arena, (os.getpid(),), (0,), load_calibration())
 
 
 def join_threads(world_size: int) -> list[Membership]:
@@ -224,7 +228,8 @@ def join_threads(world_size: int) -> list[Membership]:
     arena, _ = _create_arena(world_size)
     arena.close_descriptor()
     everyone = tuple(range(world_size))
-    return [Membership(rank, world_size, arena, (os.getpid(),) * world_size, everyone) for rank in everyone]
+    processes, calibration = (os.getpid(),) * world_size, load_calibration()
+    return [Membership(rank, world_size, arena, processes, everyone, calibration) for rank in everyone]
 
 
 def join(identity: Identity, timeout_s: float) -> Membership:
@@ -396,12 +401,21 @@ def _meet(meeting: _Meeting) -> Membership:
     identity = meeting.identity
     arena = membership = None
     offer: list[int] = []
+    calibration = None
     is_stray = False
     try:
         if identity.rank == 0:
             arena, nonce = _create_arena(identity.world_size)
             offer = [os.getpid(), arena.descriptor, nonce]
-        card = json.dumps({"process": os.getpid(), "world_size": identity.world_size, "arena": offer})
+            calibration = asdict(load_calibration())
+        card = json.dumps(
+            {
+                "process": os.getpid(),
+                "world_size": identity.world_size,
+                "arena": offer,
+                "calibration": calibration,
+            }
+        )
         standing = meeting.set("rank", card)
         if standing != card:
             is_stray = True
@@ -437,6 +451,7 @@ def _share_memory(meeting: _Meeting, arena: _native.Arena | None) -> Membership:
         arena or _map_arena(*cards[0]["arena"]),
         tuple(card["process"] for card in cards),
         tuple(range(identity.world_size)),
+        Calibration.from_fields(cards[0]["calibration"]),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import farandole._native as _native
 from farandole.buffers import Buffer, registered_array
+from farandole.calibration import usable_cores
 from farandole.call_records import CallRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
@@ -85,7 +86,7 @@ class Runner:
     """
 
     def __init__(self, membership: Membership) -> None:
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = usable_cores()
         spins, background_spins = (
             _SPINS if threads * membership.world_size <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
         )
@@ -100,7 +101,9 @@ class Runner:
             yields=_YIELDS,
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
         )
-        self._calls = CallTable(membership.rank, membership.world_size, membership.arena.slot_bytes)
+        self._calls = CallTable(
+            membership.rank, membership.world_size, membership.arena.slot_bytes, membership.calibration
+        )
         self.repeats = _native.Repeats(self._engine)
         self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
         self.in_flight: deque[Work] = deque()

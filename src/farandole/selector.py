@@ -1,30 +1,141 @@
-"""Which algorithm a collective uses when the caller names none.
+"""Which algorithm a collective uses when the caller names none: the one that the cost model says is fastest.
 
-On one host every pair of ranks is equally near and a step costs a few cache misses, so the fewest steps win: small
-all_reduce messages go to everyone at once; larger ones are reduced where they belong, each by one rank, and gathered.
+All algorithms of the collective are priced on the link that the ranks have between them (`farandole.calibration`). Of
+those within `TOLERANCE` of the fastest, which the model cannot tell apart, one that sends and adds up the fewest bytes
+is chosen, give or take as much; of several such one of the fewest steps, and then the last in
+`farandole.algorithms.ALGORITHMS`: those that fold all contributions at once, and so round 16-bit floats once, stand
+last there. So the choice is a function of collective, world size, bytes and
+calibration, and all ranks of a communicator choose the same: they have rank 0's calibration, and a hash of the schedule
+is in each message.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+from farandole import algorithms
+from farandole.calibration import Calibration
+from farandole.cost_model import price
 from farandole.errors import ArgumentError
+from farandole.schedule import Schedule
 
-__all__ = ["choose"]
+__all__ = ["TOLERANCE", "Candidate", "Explanation", "choose", "explain"]
 
-ONE_SHOT_BYTES = 40 * 1024
-"""Up to a buffer of this many bytes, sending everything to everyone beats sending it twice in parts: measured with 2,
-3, 4 and 8 ranks on 2 cores. With more ranks the limit is lower, so that no rank reads more than 8 ranks do."""
+TOLERANCE = 0.05
+"""Predictions that differ by no more than this part are as good as equal."""
 
 
-def choose(collective: str, world_size: int, nbytes: int) -> str:
-    """The name of the algorithm for ``nbytes`` bytes of the whole buffer; the same on every rank that asks the same.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An algorithm, and what it would cost.
+
+    Attributes:
+        algorithm: its name.
+        seconds: as predicted.
+        rounds: steps in which something travels.
+        max_bytes_sent: by the rank that sends most.
+        max_bytes_reduced: by the rank that adds most.
+    """
+
+    algorithm: str
+    seconds: float
+    rounds: int
+    max_bytes_sent: int
+    max_bytes_reduced: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why an algorithm is chosen. As a text, a table of the candidates and the reason.
+
+    Attributes:
+        collective, world_size, nbytes: of the call; bytes of the whole buffer.
+        chosen: name of the algorithm.
+        reason: in a sentence.
+        candidates: all algorithms of the collective, the fastest first.
+        calibration: where the figures come from that the prediction is made with.
+    """
+
+    collective: str
+    world_size: int
+    nbytes: int
+    chosen: str
+    reason: str
+    candidates: tuple[Candidate, ...]
+    calibration: str
+
+    def __str__(self) -> str:
+        width = max(len(candidate.algorithm) for candidate in self.candidates)
+        lines = [
+            f"{self.collective} of {self.nbytes:,} bytes on {self.world_size} ranks: {self.chosen}, {self.reason}",
+            f"  {'algorithm'.ljust(max(width, 9))}  predicted us  steps  sent by the busiest rank (bytes)",
+        ]
+        for one in self.candidates:
+            mark = ">" if one.algorithm == self.chosen else " "
+            lines.append(
+                f"{mark} {one.algorithm.ljust(max(width, 9))}  {one.seconds * 1e6:12.2f}  {one.rounds:5}  "
+                f"{one.max_bytes_sent:,}"
+            )
+        return "\n".join([*lines, f"calibration: {self.calibration}"])
+
+
+def choose(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> str:
+    """The name of the algorithm for ``nbytes`` bytes of the whole buffer.
 
     Raises:
         ArgumentError: there is no such collective.
     """
-    if collective == "all_reduce":
-        return "one_shot" if nbytes * max(world_size - 1, 7) <= ONE_SHOT_BYTES * 7 else "direct"
-    if collective == "barrier":
-        return "dissemination"
-    if collective in ("reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all", "send"):
-        return "direct"
-    raise ArgumentError(f"there is no collective {collective!r}")
+    return explain(collective, world_size, nbytes, calibration).chosen
+
+
+@lru_cache(maxsize=4096)
+def explain(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> Explanation:
+    """The candidates with what they would cost, the choice, and why.
+
+    Args:
+        collective: one of `farandole.collectives.COLLECTIVES`.
+        world_size: number of ranks, N >= 1; two for "send".
+        nbytes: bytes of the whole buffer, S >= 0.
+        calibration: what communication costs here.
+
+    Raises:
+        ArgumentError: no such collective, or a number out of range.
+    """
+    if collective not in algorithms.ALGORITHMS:
+        raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
+    if world_size < 1 or nbytes < 0:
+        raise ArgumentError(f"world_size is {world_size} and nbytes is {nbytes}; they must be >= 1 and >= 0")
+    link = calibration.link(world_size, nbytes)
+    candidates = []
+    for name in algorithms.names(collective):
+        schedule = _schedule(collective, name, world_size)
+        cost = price(schedule, nbytes, link)
+        candidates.append(Candidate(name, cost.seconds, cost.rounds, cost.max_bytes_sent, cost.max_bytes_reduced))
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    fastest = candidates[0]
+    close = [one for one in candidates if one.seconds <= fastest.seconds * (1 + TOLERANCE)]
+    order = {name: index for index, name in enumerate(algorithms.names(collective))}
+    least_work = min(_work(one) for one in close)
+    chosen = min(
+        (one for one in close if _work(one) <= least_work * (1 + TOLERANCE)),
+        key=lambda one: (one.rounds, -order[one.algorithm]),
+    )
+    if len(candidates) == 1:
+        reason = "the only one"
+    elif len(close) == 1:
+        ahead = candidates[1].seconds / fastest.seconds
+        reason = f"predicted to be the fastest, {ahead:.2f} times as fast as {candidates[1].algorithm}"
+    else:
+        others = " and ".join(one.algorithm for one in close if one is not chosen)
+        reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does less"
+    return Explanation(collective, world_size, nbytes, chosen.algorithm, reason, tuple(candidates), calibration.source)
+
+
+def _work(candidate: Candidate) -> int:
+    return candidate.max_bytes_sent + candidate.max_bytes_reduced
+
+
+@lru_cache(maxsize=256)
+def _schedule(collective: str, name: str, world_size: int) -> Schedule:
+    return algorithms.build(collective, name, world_size)

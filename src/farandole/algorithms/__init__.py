@@ -75,8 +75,8 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
     "all_to_all": {
         "naive": naive.all_to_all,
         "bruck": bruck.all_to_all,
-        "direct": direct.all_to_all,
         "pairwise": direct.pairwise,
+        "direct": direct.all_to_all,
     },
     "barrier": {"naive": naive.barrier, "dissemination": barrier.dissemination},
     "send": {"direct": direct.send},  # from rank 0 to rank 1 of exactly two

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from farandole.cli.bench import bench
+from farandole.cli.calibrate import calibrate
 from farandole.cli.draw import draw
+from farandole.cli.explain import explain
 from farandole.cli.run import run
 from farandole.cli.verify import verify
 from farandole.errors import FarandoleError
@@ -28,6 +30,8 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(verify)
 app.command()(draw)
 app.command()(bench)
+app.command()(explain)
+app.command()(calibrate)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,6 +57,8 @@ def farandole(
         farandole draw ring --ranks 4
 
         farandole bench -n 2 --collective all_reduce
+
+        farandole explain all_reduce 1M --ranks 4
     """
 
 

@@ -24,14 +24,14 @@ from farandole.algorithms import ALGORITHMS, ROOTED, build, names
 from farandole.errors import ArgumentError, FarandoleError
 from farandole.schedule import UNNAMED, Schedule
 
-__all__ = ["CollectiveOption", "RanksOption", "RootOption", "is_file", "load_algorithm", "schedules_of"]
+__all__ = ["MAX_RANKS", "CollectiveOption", "RanksOption", "RootOption", "is_file", "load_algorithm", "schedules_of"]
 
-_MAX_RANKS = 1024
+MAX_RANKS = 1024
 """More take so many transfers that making and proving them would fill memory."""
 
 _NUM_FRAMES = 5
 
-RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, max=_MAX_RANKS, metavar="N", help="Number of ranks.")]
+RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, max=MAX_RANKS, metavar="N", help="Number of ranks.")]
 CollectiveOption = Annotated[
     str | None,
     typer.Option("-c", "--collective", metavar="NAME", help=f"Only this collective: {', '.join(ALGORITHMS)}."),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from farandole.cli.algorithm_argument import RanksOption, schedules_of
+from farandole.cli.algorithm_argument import MAX_RANKS, schedules_of
 from farandole.cli.bench_check import numpy_dtype
 from farandole.cli.bench_report import Report
 from farandole.cli.bench_settings import COLLECTIVES, Settings
@@ -38,7 +38,9 @@ def bench(
     collective: Annotated[
         str, typer.Option("-c", "--collective", metavar="NAME", help=f"One of {', '.join(COLLECTIVES)}.")
     ] = "all_reduce",
-    ranks: RanksOption = 2,
+    ranks: Annotated[
+        int, typer.Option("-n", "-g", "--ranks", min=1, max=MAX_RANKS, metavar="N", help="Number of ranks.")
+    ] = 2,
     min_bytes: Annotated[
         int, typer.Option("-b", "--min-bytes", parser=parse_size, metavar="SIZE", help="Smallest S, e.g. 8, 64K, 1G.")
     ] = 8,
@@ -70,8 +72,14 @@ def bench(
     registered: Annotated[
         bool, typer.Option("--registered", help="Buffers in registered memory, as Communicator.empty gives.")
     ] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Before each timed call, fill the caches with other data.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Count wrong elements; any makes the exit code 1.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV instead: a line per size, and per out-of-place and in-place.")
+    ] = False,
 ) -> None:
     """Measure a collective on processes of this machine, size by size.
 
@@ -90,6 +98,11 @@ def bench(
     Beware: busbw is a normalised figure, there so that results can be compared across N and with the speed of a link.
     It is not what went over any link or through memory: that depends on the algorithm.
 
+    Buffers are the same in all iterations, so small ones stay in the cache, which flatters the figures; with --cold,
+    every rank overwrites twice the last-level cache before each iteration.
+
+    transport: staged data are copied through shared memory; mapped data are read where they lie, in registered memory.
+
     #wrong counts, over all ranks, the elements of one call on real data that are not what they must be.
 
     Examples:
@@ -98,9 +111,11 @@ def bench(
         farandole bench -n 2 -b 1M -e 1G -f 4 --algorithm ring --iterations 100
         farandole bench -n 8 -c reduce_scatter --dtype bfloat16 --json > result.json
     """
+    if as_json and as_csv:
+        raise ArgumentError("--json and --csv exclude each other; choose one")
     counts = _checked_counts(collective, ranks, min_bytes, max_bytes, factor, dtype, op, root, algorithm)
-    settings = Settings(collective, counts, dtype, op, root, algorithm, iterations, warmup, check, registered)
-    report = Report(settings, ranks, as_json)
+    settings = Settings(collective, counts, dtype, op, root, algorithm, iterations, warmup, check, registered, cold)
+    report = Report(settings, ranks, "json" if as_json else "csv" if as_csv else "table")
     command = ["farandole.cli.bench_worker", json.dumps(asdict(settings))]
     with report:
         result = run_processes(command, ranks, module=True, on_line=report.take_line)

@@ -1,17 +1,16 @@
-"""What ``farandole bench`` shows: machine and call, then a row per size as it is measured; or one JSON document."""
+"""What ``farandole bench`` shows: machine and call, then a row per size as it is measured; or JSON, or CSV."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farandole.algorithms import ROOTED
+from farandole.calibration import processor, usable_cores
 from farandole.cli.bench_check import describe_bound, numpy_dtype
 from farandole.cli.bench_settings import Measurement, Row, Settings
 from farandole.collectives import is_reducing
@@ -37,19 +37,21 @@ class Report:
     """What the user sees of a run, line by line.
 
     Attributes:
-        settings, ranks, as_json: of the run.
+        settings, ranks: of the run.
+        form: "table", "json" or "csv".
         rows: measured so far.
     """
 
     settings: Settings
     ranks: int
-    as_json: bool
+    form: str
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
         self.console = Console(highlight=False, width=None if is_sized else _FILE_WIDTH)
         self.table = _Layout(self.settings, self.ranks, self.console.width)
+        self.csv = csv.DictWriter(sys.stdout, _CSV_COLUMNS, lineterminator="\n")
         errors = Console(stderr=True)
         # Redrawn only between rows: a spinner would take a core from the ranks ten times a second.
         self.progress = Progress(
@@ -74,7 +76,9 @@ class Report:
         return self.settings.check and self.settings.collective != "barrier"
 
     def __enter__(self) -> Report:
-        if not self.as_json:
+        if self.form == "csv":
+            self.csv.writeheader()
+        if self.form == "table":
             for line in _header(self.settings, self.ranks):
                 self.console.print(line)
             self.console.print(self.table.header())
@@ -89,16 +93,19 @@ class Report:
         row = _row_from(json.loads(line))
         self.rows.append(row)
         self.progress.stop()
-        if not self.as_json:
+        if self.form == "table":
             self.console.print(self.table.rows(row))
+        if self.form == "csv":
+            self.csv.writerows(_records(self.settings, self.ranks, row))
+            sys.stdout.flush()
         if len(self.rows) < len(self.settings.counts):
             self._show_progress()
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        if self.as_json:
+        if self.form == "json":
             print(json.dumps(_document(self.settings, self.ranks, self.rows), indent=2))
-        elif len(self.rows) == len(self.settings.counts) and self._is_checked:
+        elif self.form == "table" and len(self.rows) == len(self.settings.counts) and self._is_checked:
             style = "bold red" if self.num_wrong else "green"
             self.console.print(Text(f"# {self.num_wrong or 'no'} wrong elements", style=style))
 
@@ -111,7 +118,7 @@ class Report:
 
 def _row_from(fields: dict[str, Any]) -> Row:
     forms = {name: Measurement(**fields[name]) if fields[name] else None for name in ("out_of_place", "in_place")}
-    return Row(fields["count"], fields["algorithm"], **forms)
+    return Row(fields["count"], fields["algorithm"], fields["transport"], **forms)
 
 
 def _header(settings: Settings, ranks: int) -> Iterator[Text]:
@@ -127,7 +134,10 @@ def _header(settings: Settings, ranks: int) -> Iterator[Text]:
         what += f", {settings.op}"
     if _root(settings) != "-":
         what += f", root {settings.root}"
-    yield Text(f"# {what}; {settings.iterations} iterations after {settings.warmup} of warmup")
+    yield Text(
+        f"# {what}; {settings.iterations} iterations after {settings.warmup} of warmup"
+        f"{', caches filled with other data before each' if settings.cold else ''}"
+    )
     yield Text("# time, p99: us; algbw, busbw: GB/s; busbw is a normalised figure, see --help")
     if settings.collective != "barrier":
         op = settings.op if is_reducing(settings.collective) else None
@@ -147,14 +157,9 @@ def _header(settings: Settings, ranks: int) -> Iterator[Text]:
 
 
 def _machine() -> dict[str, Any]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return {
-        "cpu": model[1] if model else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": processor(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()}",
     }
 
@@ -204,12 +209,55 @@ def _document(settings: Settings, ranks: int, rows: list[Row]) -> dict[str, Any]
                 "size_bytes": row.count * itemsize,
                 "count": row.count,
                 "algorithm": row.algorithm,
+                "transport": row.transport,
                 "out_of_place": form(row, row.out_of_place),
                 "in_place": form(row, row.in_place),
             }
             for row in rows
         ],
     }
+
+
+_CSV_COLUMNS = (
+    "collective",
+    "ranks",
+    "size_bytes",
+    "count",
+    "dtype",
+    "op",
+    "root",
+    "algorithm",
+    "transport",
+    "place",
+    "median_s",
+    "p99_s",
+    "algbw_bytes_per_s",
+    "busbw_bytes_per_s",
+    "num_wrong",
+)
+
+
+def _records(settings: Settings, ranks: int, row: Row) -> Iterator[dict[str, Any]]:
+    """The lines of a row in CSV; an empty field is one that does not apply."""
+    for place, measured in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
+        if measured is None:
+            continue
+        algbw, busbw = _bandwidths(settings, ranks, row.count, measured.median_s)
+        yield {
+            "collective": settings.collective,
+            "ranks": ranks,
+            "size_bytes": row.count * dtype_named(settings.dtype).itemsize,
+            "count": row.count,
+            "dtype": settings.dtype,
+            "op": _redop(settings).strip("-"),
+            "root": _root(settings).strip("-"),
+            "algorithm": row.algorithm,
+            "transport": row.transport,
+            "place": place,
+            "algbw_bytes_per_s": algbw * 1e9,
+            "busbw_bytes_per_s": busbw * 1e9,
+            **asdict(measured),
+        }
 
 
 class _Layout:
@@ -235,6 +283,7 @@ class _Layout:
             ("redop", 5),
             ("root", 4),
             ("algorithm", algorithm),
+            ("transport", 9),
         ]
         self.wide = sum(w + 1 for _, w in (*fixed, *self._FORM, *self._FORM)) + 4 <= width
         if self.wide:
@@ -268,6 +317,7 @@ class _Layout:
                 _redop(self.settings),
                 _root(self.settings),
                 row.algorithm,
+                row.transport,
             ]
             table.add_row(*fixed, "", *self._form(row, row.out_of_place), "", *self._form(row, row.in_place))
             return table
@@ -290,7 +340,7 @@ class _Layout:
     def _table(self) -> Table:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         for name, width in self.columns:
-            left = name in ("algorithm", "type", "place")
+            left = name in ("algorithm", "transport", "type", "place")
             table.add_column(justify="left" if left else "right", width=width, no_wrap=True, overflow="ellipsis")
         return table
 

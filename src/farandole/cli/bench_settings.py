@@ -25,6 +25,7 @@ class Settings:
         iterations, warmup: timed calls, and calls before those.
         check: whether to count wrong elements.
         registered: whether the buffers lie in registered memory.
+        cold: whether caches are filled with other data before each timed call.
     """
 
     collective: str
@@ -37,6 +38,7 @@ class Settings:
     warmup: int
     check: bool
     registered: bool
+    cold: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,13 @@ class Row:
     Attributes:
         count: elements of the whole buffer.
         algorithm: that ran.
+        transport: how data travelled: "staged", copied through shared memory; "mapped", read where it lay, or "both";
+            "local" for a single rank.
         out_of_place, in_place: None where the collective has no such form.
     """
 
     count: int
     algorithm: str
+    transport: str
     out_of_place: Measurement | None
     in_place: Measurement | None

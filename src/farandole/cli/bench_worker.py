@@ -4,8 +4,9 @@ Usage: python -m farandole.cli.bench_worker SETTINGS, as a rank of a job; SETTIN
 
 How a row comes about: for each of out-of-place and in-place, buffers are filled; the collective is called once on real
 data, and checked; then ``warmup`` times; then ``iterations`` times, with the clock read before and after each call, and
-a barrier before that, outside the timed part, to keep the ranks together. The times are gathered afterwards; an
-iteration took as long as it took the slowest rank.
+a barrier before that, outside the timed part, to keep the ranks together. With ``cold``, every rank overwrites a block
+that is larger than the caches before that. The times are gathered afterwards; an iteration took as long as it took the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numpy.typing as npt
 
 import farandole
 from farandole.algorithms import ROOTED
-from farandole.calls import Algorithm
+from farandole.calibration import last_level_cache_bytes
+from farandole.calls import Algorithm, CollectiveStats
 from farandole.cli.algorithm_argument import is_file, load_algorithm
 from farandole.cli.bench_check import contribution, count_wrong, neutral, numpy_dtype, reduced
 from farandole.cli.bench_settings import Measurement, Row, Settings
@@ -58,6 +60,7 @@ class Bench:
         self.communicator = communicator
         self.settings = settings
         self.dtype = numpy_dtype(settings.dtype)
+        self.evicting = np.empty(2 * last_level_cache_bytes(), dtype=np.uint8) if settings.cold else None
         self.algorithm: Algorithm | None = settings.algorithm
         if settings.algorithm is not None and is_file(settings.algorithm):
             root = settings.root if settings.collective in ROOTED else None
@@ -71,29 +74,46 @@ class Bench:
             "in_place": collective != "barrier",
         }
         measured: dict[str, Measurement | None] = dict.fromkeys(forms)
-        algorithm = ""
+        algorithm = transport = ""
         for form, exists in forms.items():
             if exists:
-                algorithm, measured[form] = self._measure(count, in_place=form == "in_place")
-        return Row(count, algorithm, measured["out_of_place"], measured["in_place"])
+                algorithm, transport, measured[form] = self._measure(count, in_place=form == "in_place")
+        return Row(count, algorithm, transport, measured["out_of_place"], measured["in_place"])
 
-    def _measure(self, count: int, *, in_place: bool) -> tuple[str, Measurement]:
-        """The algorithm that ran, and its times."""
+    def _measure(self, count: int, *, in_place: bool) -> tuple[str, str, Measurement]:
+        """The algorithm that ran, how data travelled, and the times."""
         buffers = Buffers(self, count, in_place=in_place)
         buffers.fill_with_data()
-        before = self._calls_by_algorithm()
+        before = self._stats()
         buffers.call()
-        (algorithm,) = (name for name, calls in self._calls_by_algorithm().items() if calls > before.get(name, 0))
+        none = CollectiveStats(self.settings.collective, "")
+        ((algorithm, sent, mapped),) = (
+            (
+                name,
+                now.bytes_sent - before.get(name, none).bytes_sent,
+                now.bytes_mapped - before.get(name, none).bytes_mapped,
+            )
+            for name, now in self._stats().items()
+            if now.calls > before.get(name, none).calls
+        )
+        transport = self._transport(self._total(sent), self._total(mapped))
         checked = self.settings.check and self.settings.collective != "barrier"
         num_wrong = self._total(buffers.count_wrong()) if checked else None
         buffers.fill_with_neutral()
         times = self._time(buffers.call)
         p99_s = float(np.percentile(times, 99, method="higher"))
-        return algorithm, Measurement(float(np.median(times)), p99_s, num_wrong)
+        return algorithm, transport, Measurement(float(np.median(times)), p99_s, num_wrong)
 
-    def _calls_by_algorithm(self) -> dict[str, int]:
+    def _stats(self) -> dict[str, CollectiveStats]:
         entries = self.communicator.stats()
-        return {entry.algorithm: entry.calls for entry in entries if entry.collective == self.settings.collective}
+        return {entry.algorithm: entry for entry in entries if entry.collective == self.settings.collective}
+
+    def _transport(self, sent: int, mapped: int) -> str:
+        if self.communicator.world_size == 1:
+            return "local"
+        if mapped == 0:
+            return "staged"
+        return "mapped" if mapped == sent else "both"
 
     def _time(self, call: Callable[[], object]) -> npt.NDArray[np.float64]:
         """Seconds of each iteration, on the slowest rank."""
@@ -106,6 +126,8 @@ class Bench:
         gc.disable()
         try:
             for index in range(iterations):
+                if self.evicting is not None:
+                    self.evicting.fill(index)
                 if self.settings.collective != "barrier":
                     communicator.barrier()
                 start = clock()

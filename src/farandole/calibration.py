@@ -1,0 +1,167 @@
+"""What this kind of machine costs in the terms of `farandole.cost_model`: measured once, kept in a file, read by all.
+
+``farandole calibrate`` measures and writes the file. Without one for this kind of machine, figures that were measured
+elsewhere (`SHIPPED`) are used: choosing needs only their proportions to be about right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from farandole.cost_model import Link
+from farandole.errors import ArgumentError
+
+__all__ = [
+    "SHIPPED",
+    "Calibration",
+    "calibration_file",
+    "last_level_cache_bytes",
+    "load_calibration",
+    "processor",
+    "usable_cores",
+]
+
+_FIELDS: dict[str, Any] = {
+    "latency_s": float,
+    "step_s": float,
+    "turn_s": float,
+    "cached_bytes_per_s": float,
+    "memory_bytes_per_s": float,
+    "reduce_bytes_per_s": float,
+    "cache_bytes": int,
+    "cores": int,
+    "source": str,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What ranks on one host cost one another.
+
+    Attributes:
+        latency_s: to publish, or to take, one chunk.
+        step_s: until a rank hears of what another did, both running.
+        turn_s: the same where there are more ranks than cores, so that the other has to get a core first.
+        cached_bytes_per_s: at which a rank copies while all buffers fit the last-level cache.
+        memory_bytes_per_s: at which it copies when they do not.
+        reduce_bytes_per_s: at which it adds up.
+        cache_bytes: of the last-level cache.
+        cores: that the ranks may use.
+        source: where the figures come from.
+
+    Raises:
+        ArgumentError: a figure is of another type, or not positive.
+    """
+
+    latency_s: float
+    step_s: float
+    turn_s: float
+    cached_bytes_per_s: float
+    memory_bytes_per_s: float
+    reduce_bytes_per_s: float
+    cache_bytes: int
+    cores: int
+    source: str
+
+    def __post_init__(self) -> None:
+        for field, kind in _FIELDS.items():
+            value: Any = getattr(self, field)
+            if type(value) is not kind or (kind is not str and not 0 < value < math.inf):
+                raise ArgumentError(f"calibration: {field} is {value!r}; it must be a {kind.__name__}, and positive")
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> Calibration:
+        """From what `asdict` and JSON made of one.
+
+        Raises:
+            ArgumentError: that is not what ``fields`` is.
+        """
+        if not isinstance(fields, dict) or fields.keys() != _FIELDS.keys():
+            raise ArgumentError(f"a calibration has the fields {', '.join(_FIELDS)}; this is {fields!r}")
+        return cls(**fields)
+
+    def link(self, world_size: int, nbytes: int) -> Link:
+        """Between ``world_size`` ranks that work on buffers of ``nbytes`` bytes each, one to read and one to write."""
+        fits = 2 * nbytes * world_size <= self.cache_bytes
+        copied_bytes_per_s = self.cached_bytes_per_s if fits else self.memory_bytes_per_s
+        return Link(
+            latency_s=self.latency_s,
+            bandwidth_bytes_per_s=copied_bytes_per_s,
+            reduce_bytes_per_s=min(self.reduce_bytes_per_s, copied_bytes_per_s),
+            step_s=self.step_s if world_size <= self.cores else self.turn_s * world_size / self.cores,
+            cores=self.cores,
+        )
+
+
+SHIPPED = Calibration(
+    latency_s=5e-8,
+    step_s=3.5e-7,
+    turn_s=2.5e-6,
+    cached_bytes_per_s=4.5e10,
+    memory_bytes_per_s=1.8e10,
+    reduce_bytes_per_s=4.5e10,
+    cache_bytes=32 << 20,
+    cores=2,
+    source="shipped with farandole: measured on 2 cores of an AMD EPYC",
+)
+"""Used where this kind of machine was not calibrated; `load_calibration` puts in the number of cores."""
+
+
+def load_calibration() -> Calibration:
+    """Of this kind of machine, from `calibration_file`; else `SHIPPED`.
+
+    Raises:
+        ArgumentError: the file is there and is no calibration.
+    """
+    try:
+        text = calibration_file().read_text()
+    except OSError:
+        return Calibration(**{**asdict(SHIPPED), "cores": usable_cores()})
+    try:
+        return Calibration.from_fields(json.loads(text))
+    except ValueError as error:
+        raise ArgumentError(
+            f"{calibration_file()} is no calibration ({error}); delete it, or run farandole calibrate again"
+        ) from None
+
+
+def calibration_file() -> Path:
+    """Where the calibration of this kind of machine is kept, below ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Homes are shared between machines, so processor and number of cores are in the name.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kind = re.sub(r"[^\w.-]+", "-", f"{processor()}-{usable_cores()}-cores")
+    return cache / "farandole" / f"{kind}.json"
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def last_level_cache_bytes() -> int:
+    """Of the first core; `SHIPPED`'s where the kernel does not say."""
+    sizes = [
+        int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]]
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if (text := path.read_text().strip())[-1:] in ("K", "M", "G")
+    ]
+    return max(sizes, default=SHIPPED.cache_bytes)
