@@ -21,6 +21,7 @@ import pytest
 
 import farandole
 from farandole import _native, rendezvous, store
+from farandole.calibration import SHIPPED
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, PeerLostError, RendezvousError
 from farandole.launch import processes, run_processes
@@ -498,7 +499,7 @@ def test_others_are_told_that_a_rank_cannot_watch_them(server, client, monkeypat
 
 def test_descriptors_of_processes_are_handed_over_once():
     arena = _native.Arena.create(world_size=2, num_slots=2, slot_bytes=64, nonce=0)
-    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1))
+    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1), SHIPPED)
     own, other = membership.open_process_descriptors()
     assert own == -1
     assert membership.open_process_descriptors() == []
@@ -509,11 +510,11 @@ def test_descriptors_of_processes_are_handed_over_once():
 def test_a_membership_that_nobody_takes_over_has_left_and_leaves_no_descriptor():
     arena = _native.Arena.create(world_size=2, num_slots=2, slot_bytes=64, nonce=0)
     before = set(Path("/proc/self/fd").iterdir())
-    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1))
+    membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1), SHIPPED)
     assert set(Path("/proc/self/fd").iterdir()) != before
     del membership
     assert set(Path("/proc/self/fd").iterdir()) == before
-    other = Membership(1, 2, arena, (os.getpid(),) * 2, (0, 1))
+    other = Membership(1, 2, arena, (os.getpid(),) * 2, (0, 1), SHIPPED)
     with Communicator(other, timeout_s=WAIT_S) as comm, pytest.raises(PeerLostError, match="rank 0"):
         comm.barrier()
 
