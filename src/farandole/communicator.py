@@ -94,13 +94,15 @@ class Communicator:
         """
         timeout_s = self.timeout_s if timeout is None else timeout
         result = tensor if out is None else out
-        repeat = (_ALL_REDUCE, tensor, result, op, 0, algorithm)
-        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        at_once = not async_op and not self._in_flight
+        if at_once and self._repeat(_ALL_REDUCE, tensor, result, op, 0, algorithm, timeout_s):
             return result
         source, target = self._in_and_out(tensor, out)
         _require_same_count("out", target, source.count)
         signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
-        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(
+            signature, source, target, timeout_s, async_op, repeat=(_ALL_REDUCE, tensor, result, op, 0, algorithm)
+        )
 
     def reduce_scatter(
         self,
@@ -129,9 +131,11 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = (_REDUCE_SCATTER, tensor, out, op, 0, algorithm) if out is not None and counts is None else None
-        if repeat and not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        repeats = counts is None and out is not None
+        at_once = repeats and not async_op and not self._in_flight
+        if at_once and self._repeat(_REDUCE_SCATTER, tensor, out, op, 0, algorithm, timeout_s):
             return out
+        repeat = (_REDUCE_SCATTER, tensor, out, op, 0, algorithm) if repeats else None
         source = read_buffer(tensor)
         parts, rows = self._parts(source, counts, "tensor")
         if out is None:
@@ -167,9 +171,11 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = (_ALL_GATHER, tensor, out, None, 0, algorithm) if out is not None and counts is None else None
-        if repeat and not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        repeats = counts is None and out is not None
+        at_once = repeats and not async_op and not self._in_flight
+        if at_once and self._repeat(_ALL_GATHER, tensor, out, None, 0, algorithm, timeout_s):
             return out
+        repeat = (_ALL_GATHER, tensor, out, None, 0, algorithm) if repeats else None
         source = read_buffer(tensor)
         parts, rows = self._parts_from_own(source, counts)
         if out is None:
@@ -203,13 +209,15 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = (_BROADCAST, tensor, tensor, None, src, algorithm)
-        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        at_once = not async_op and not self._in_flight
+        if at_once and self._repeat(_BROADCAST, tensor, tensor, None, src, algorithm, timeout_s):
             return tensor
         self._require_rank("src", src)
         buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
         signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
-        return self._runner.run(signature, buffer, buffer, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(
+            signature, buffer, buffer, timeout_s, async_op, repeat=(_BROADCAST, tensor, tensor, None, src, algorithm)
+        )
 
     def reduce(
         self,
@@ -241,8 +249,8 @@ class Communicator:
         """
         timeout_s = self.timeout_s if timeout is None else timeout
         result = out if out is not None and type(dst) is int and self.rank == dst else tensor
-        repeat = (_REDUCE, tensor, result, op, dst, algorithm)
-        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        at_once = not async_op and not self._in_flight
+        if at_once and self._repeat(_REDUCE, tensor, result, op, dst, algorithm, timeout_s):
             return result
         self._require_rank("dst", dst)
         if self.rank == dst:
@@ -251,7 +259,9 @@ class Communicator:
         else:
             source = target = read_buffer(tensor)
         signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst))
-        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
+        return self._runner.run(
+            signature, source, target, timeout_s, async_op, repeat=(_REDUCE, tensor, result, op, dst, algorithm)
+        )
 
     def gather(
         self,
@@ -280,11 +290,11 @@ class Communicator:
         """
         timeout_s = self.timeout_s if timeout is None else timeout
         result = out if type(dst) is int and self.rank == dst else None
-        repeat = None
-        if counts is None and type(dst) is int and (out is not None or self.rank != dst):
-            repeat = (_GATHER, tensor, result, None, dst, algorithm)
-            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
-                return result
+        repeats = counts is None and type(dst) is int and (out is not None or self.rank != dst)
+        at_once = repeats and not async_op and not self._in_flight
+        if at_once and self._repeat(_GATHER, tensor, result, None, dst, algorithm, timeout_s):
+            return result
+        repeat = (_GATHER, tensor, result, None, dst, algorithm) if repeats else None
         self._require_rank("dst", dst)
         source = read_buffer(tensor)
         parts, rows = self._parts_from_own(source, counts)
@@ -325,11 +335,12 @@ class Communicator:
             ArgumentError and CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = None
-        if counts is None and out is not None and type(src) is int:
-            repeat = (_SCATTER, tensor if self.rank == src else None, out, None, src, algorithm)
-            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
-                return out
+        whole = tensor if self.rank == src else None
+        repeats = counts is None and type(src) is int and out is not None
+        at_once = repeats and not async_op and not self._in_flight
+        if at_once and self._repeat(_SCATTER, whole, out, None, src, algorithm, timeout_s):
+            return out
+        repeat = (_SCATTER, whole, out, None, src, algorithm) if repeats else None
         self._require_rank("src", src)
         if self.rank != src:
             if out is None:
@@ -380,11 +391,11 @@ class Communicator:
             number of rows than its peer expects.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = None
-        if counts is None and output_counts is None and out is not None:
-            repeat = (_ALL_TO_ALL, tensor, out, None, 0, algorithm)
-            if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
-                return out
+        repeats = counts is None and output_counts is None and out is not None
+        at_once = repeats and not async_op and not self._in_flight
+        if at_once and self._repeat(_ALL_TO_ALL, tensor, out, None, 0, algorithm, timeout_s):
+            return out
+        repeat = (_ALL_TO_ALL, tensor, out, None, 0, algorithm) if repeats else None
         source = read_buffer(tensor)
         parts, rows = self._parts(source, counts, "tensor")
         if output_counts is None:
@@ -425,11 +436,13 @@ class Communicator:
             CommunicationError as in `all_reduce`.
         """
         timeout_s = self.timeout_s if timeout is None else timeout
-        repeat = (_BARRIER, None, None, None, 0, algorithm)
-        if not async_op and not self._in_flight and self._repeat(*repeat, timeout_s):
+        at_once = not async_op and not self._in_flight
+        if at_once and self._repeat(_BARRIER, None, None, None, 0, algorithm, timeout_s):
             return None
         signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
-        result: Work | None = self._runner.run(signature, None, None, timeout_s, async_op, repeat=repeat)
+        result: Work | None = self._runner.run(
+            signature, None, None, timeout_s, async_op, repeat=(_BARRIER, None, None, None, 0, algorithm)
+        )
         return result
 
     def send(
