@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import farandole._native as _native
 from farandole.calibration import Calibration, load_calibration
@@ -26,10 +27,12 @@ from farandole.store import Address, StoreClient, StoreServer
 __all__ = [
     "MAX_WORLD_SIZE",
     "Identity",
+    "MeetingPlace",
     "Membership",
     "identity_from",
     "join",
     "join_alone",
+    "join_at",
     "join_threads",
     "tell_of_end",
 ]
@@ -261,6 +264,24 @@ def join(identity: Identity, timeout_s: float) -> Membership:
         return _meet(_Meeting(store, identity, number, limit, timeout_s))
 
 
+def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float) -> Membership:
+    """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
+
+    Args:
+        store: with no keys in it yet, but those of this meeting.
+        rank: of this process in the group.
+        job_ranks: per rank of the group, its rank in the job.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        RendezvousError: as `join`.
+    """
+    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=b"")
+    timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+    meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
+    return _meet(meeting, job_ranks)
+
+
 def _connect(identity: Identity, number: int, limit: float, timeout_s: float) -> StoreClient:
     """A connection to the store of this meeting. That of the one before may still be served at the same address, until
     all ranks have left it."""
@@ -295,6 +316,17 @@ def _ended_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
+class MeetingPlace(Protocol):
+    """A key-value store, as a meeting needs it."""
+
+    def set(self, key: str, value: str) -> str:
+        """Give ``key`` a value, unless it has one. Returns the value that stands."""
+
+    def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
+        """The values of all keys, once all have one; what there is when the time is over, or once one of ``unless``
+        has a value."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Meeting:
     """One meeting at the store, as one rank sees it. A job may have several: each has its own keys.
@@ -304,13 +336,16 @@ class _Meeting:
         identity: of this rank.
         number: of the meeting.
         limit: what time.monotonic() says when this rank has waited for ``timeout_s``.
+        counted: whether it is one of those of `join`, which are counted, and where a launcher may say which ranks have
+            ended.
     """
 
-    store: StoreServer | StoreClient
+    store: MeetingPlace
     identity: Identity
     number: int
     limit: float
     timeout_s: float
+    counted: bool = True
 
     def set(self, phase: str, value: str = "yes") -> str:
         """Say that this rank is through ``phase``. Returns the value that stands."""
@@ -322,9 +357,10 @@ class _Meeting:
         Raises:
             RendezvousError: not all have in time, or some never will.
         """
-        values = self._wait(phase, unless=[self._verdict, *map(_ended_key, range(self.identity.world_size))])
+        ended = [_ended_key(rank) for rank in range(self.identity.world_size) if self.counted]
+        values = self._wait(phase, unless=[self._verdict, *ended])
         missing = [rank for rank, value in enumerate(values) if value is None]
-        if missing:
+        if missing and self.counted:
             self._require_all_alive()
         (verdict,) = self.store.get_all([self._verdict], 0)
         if verdict not in (None, _JOINED):
@@ -396,7 +432,7 @@ class _Meeting:
                 )
 
 
-def _meet(meeting: _Meeting) -> Membership:
+def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membership:
     global _num_joins
     identity = meeting.identity
     arena = membership = None
@@ -423,12 +459,13 @@ def _meet(meeting: _Meeting) -> Membership:
                 f"two processes claim rank {identity.rank}: {os.getpid()} and {json.loads(standing)['process']}; give "
                 f"each its own RANK"
             )
-        membership = _share_memory(meeting, arena)
+        membership = _share_memory(meeting, arena, job_ranks or range(identity.world_size))
         meeting.agree()
         meeting.part()
     except BaseException as error:
         if is_stray:
-            _num_joins = meeting.number  # it goes on without this process
+            if meeting.counted:
+                _num_joins = meeting.number  # it goes on without this process
             raise
         meeting.give_up(error)
         if membership is not None:
@@ -438,7 +475,7 @@ def _meet(meeting: _Meeting) -> Membership:
     return membership
 
 
-def _share_memory(meeting: _Meeting, arena: _native.Arena | None) -> Membership:
+def _share_memory(meeting: _Meeting, arena: _native.Arena | None, job_ranks: Sequence[int]) -> Membership:
     """All that this rank needs to join, once all have come; ``arena`` is that of rank 0, on rank 0."""
     identity = meeting.identity
     cards = [json.loads(text) for text in meeting.get_all("rank", "joined")]
@@ -450,7 +487,7 @@ def _share_memory(meeting: _Meeting, arena: _native.Arena | None) -> Membership:
         identity.world_size,
         arena or _map_arena(*cards[0]["arena"]),
         tuple(card["process"] for card in cards),
-        tuple(range(identity.world_size)),
+        tuple(job_ranks),
         Calibration.from_fields(cards[0]["calibration"]),
     )
 

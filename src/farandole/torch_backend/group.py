@@ -1,0 +1,496 @@
+"""A group of `torch.distributed` whose collectives run on a farandole `Communicator`.
+
+torch calls a backend in two ways: its Python code looks methods up by name, its C++ code (DistributedDataParallel,
+functional collectives) through a table of its own. Both end in the methods below, under the names of torch 2.13 and, as
+aliases, those of before.
+
+A call that torch wants to be synchronous runs on the caller's thread and is over when the method returns; what goes
+wrong raises farandole's own errors. Any other returns a `Handle`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from farandole.communicator import Communicator
+from farandole.errors import ArgumentError
+from farandole.rendezvous import join_alone, join_at
+from farandole.torch_backend.meeting import StoreMeetingPlace
+from farandole.torch_backend.tensors import (
+    Delivery,
+    joined_input,
+    joined_output,
+    movable_input,
+    movable_output,
+    num_units,
+    only,
+    plain_input,
+    plain_output,
+)
+from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
+from farandole.work import Work
+
+__all__ = ["ProcessGroup", "create"]
+
+Tensor: TypeAlias = torch.Tensor
+Tensors: TypeAlias = Sequence[Tensor]
+
+_OPS = {
+    dist.ReduceOp.RedOpType.SUM: "sum",
+    dist.ReduceOp.RedOpType.AVG: "avg",
+    dist.ReduceOp.RedOpType.PRODUCT: "prod",
+    dist.ReduceOp.RedOpType.MIN: "min",
+    dist.ReduceOp.RedOpType.MAX: "max",
+    dist.ReduceOp.RedOpType.BAND: "band",
+    dist.ReduceOp.RedOpType.BOR: "bor",
+    dist.ReduceOp.RedOpType.BXOR: "bxor",
+}
+
+Call = Callable[..., Any]
+"""A method of the communicator with all arguments but timeout and async_op."""
+
+
+def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
+    """The group that torch asks for.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout, group_id and
+            global_ranks_in_group.
+
+    Raises:
+        RendezvousError: the ranks did not find one another at torch's store, or share no memory.
+    """
+    size = options.group_size
+    timeout_s = seconds_of(options.timeout) or dist.default_pg_timeout.total_seconds()
+    secret = os.environ.get("FARANDOLE_SECRET", "").encode()
+    if secret:  # of this group, so that nothing that is set for another passes for its own
+        secret = hmac.new(secret, options.group_id.encode(), hashlib.sha256).digest()
+    if size == 1:
+        membership = join_alone()
+    else:
+        place = StoreMeetingPlace(options.store, secret)
+        membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
+    return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, options.group_id)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The ranks of a `torch.distributed` group.
+
+    Methods take and return what torch's own groups do: lists of one tensor, options, and a handle to wait for.
+
+    Args:
+        communicator: of these ranks.
+        store: torch's, of this group.
+        name: of the group.
+    """
+
+    def __init__(self, communicator: Communicator, store: Any, name: str) -> None:
+        super().__init__(communicator.rank, communicator.world_size)
+        self._communicator = communicator
+        self._store = store
+        self._name = name
+        self._description = "undefined"
+        self._completer = Completer()
+        self._handles = Handles()
+        self._done = FinishedHandle([])
+
+    # -- what the group is ---------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The name that the backend is registered by."""
+        return "farandole"
+
+    name = getBackendName
+
+    def getRank(self) -> int:
+        """Of this process in the group."""
+        return self._communicator.rank
+
+    rank = getRank
+
+    def getSize(self) -> int:
+        """Number of ranks."""
+        return self._communicator.world_size
+
+    size = getSize
+
+    def getGroupName(self) -> str:
+        """As torch calls the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Call the group so."""
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        """What the group is for, as the user said."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Say what the group is for."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _device: torch.device) -> ProcessGroup:
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def get_group_store(self) -> Any:
+        """torch's store, of this group."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: every call carries its number from the start."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(entry.calls for entry in self._communicator.stats())
+
+    def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """A tensor in registered memory; see `farandole.torch_backend.empty`."""
+        tensor: Tensor = self._communicator.empty(shape, dtype)
+        return tensor
+
+    # -- its life ------------------------------------------------------------------------------------------------
+
+    def setTimeout(self, timeout: timedelta) -> None:
+        """Let calls that do not say otherwise wait so long."""
+        self._communicator.timeout_s = seconds_of(timeout) or self._communicator.timeout_s
+
+    set_timeout = _set_default_timeout = setTimeout
+
+    def shutdown(self) -> None:
+        """Leave the group; never needs the others."""
+        self._communicator.close()
+
+    def abort(self) -> None:
+        """End all calls of all ranks at once."""
+        self._communicator.abort()
+
+    # -- running calls -------------------------------------------------------------------------------------------
+
+    def _run(self, opts: Any, *parts: _Part) -> dist.Work:
+        """Make the calls of all ``parts``, and deliver what comes out of each."""
+        timeout_s = seconds_of(opts.timeout)
+        if not opts.asyncOp:
+            for part in parts:
+                part.call(timeout=timeout_s)
+                if part.deliver is not None:
+                    part.deliver()
+            return self._done
+        works: list[Work] = [part.call(timeout=timeout_s, async_op=True) for part in parts]
+        deliveries = [part.deliver for part in parts if part.deliver is not None]
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        return self._handles.keep(Handle(works, deliveries, tensors, self._completer))
+
+    def _require_one_per_rank(self, tensors: Tensors, name: str) -> None:
+        if len(tensors) != self.size():
+            raise ArgumentError(f"{name} has {len(tensors)} tensors; it must have {self.size()}, one per rank")
+
+    # -- reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Every rank ends with the reduction of all ranks' tensor."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        tensor = only(tensors, "the tensors to all_reduce")
+        if tensor.is_sparse:
+            return self._sparse_allreduce(tensor, opts)
+        return self._run(opts, self._allreduce(tensor, opts))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """`allreduce` of several tensors."""
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        return self._run(opts, *[self._allreduce(tensor, opts) for tensor in tensors])
+
+    def _allreduce(self, tensor: Tensor, opts: Any) -> _Part:
+        reducing = _Reducing(tensor, opts.reduceOp)
+        call = partial(self._communicator.all_reduce, reducing.operand, reducing.op)
+        return _Part(call, [tensor], reducing.deliver_to(tensor))
+
+    def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
+        """Everybody gets all indices and values, as the sum is sparse, too. Waits for the others."""
+        communicator, timeout_s = self._communicator, seconds_of(opts.timeout)
+        own = tensor.detach().coalesce()
+        reducing = _Reducing(own.values(), opts.reduceOp)
+        if reducing.op not in ("sum", "avg"):
+            raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
+        indices = own.indices().t().contiguous()
+        counts = communicator.all_gather(torch.tensor([len(indices)]), timeout=timeout_s).tolist()
+        all_indices = communicator.all_gather(indices, counts=counts, timeout=timeout_s)
+        all_values = communicator.all_gather(reducing.operand.contiguous(), counts=counts, timeout=timeout_s)
+        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
+        if reducing.op == "avg":
+            total = total / communicator.world_size
+        with torch.no_grad():
+            tensor.copy_(total)
+        return self._handles.keep(Handle([], [], [tensor], self._completer))
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """The root ends with the reduction; the others keep what they have."""
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensor, root = only(tensors, "the tensors to reduce"), opts.rootRank
+        reducing = _Reducing(tensor, opts.reduceOp)
+        call = partial(self._communicator.reduce, reducing.operand, root, reducing.op)
+        return self._run(opts, _Part(call, [tensor], reducing.deliver_to(tensor) if self.rank() == root else None))
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        """Every rank ends with its tensor of the reduction of all ranks' lists."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        parts = only(inputs, "the inputs of reduce_scatter")
+        self._require_one_per_rank(parts, "input_list")
+        counts = [part.numel() for part in parts]
+        output = only(outputs, "the outputs of reduce_scatter")
+        _require_equal_dtypes(output, *parts)
+        return self._run(opts, self._reduce_scatter(output, joined_input(parts), counts, opts))
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Every rank ends with its part of the reduction of all ranks' input."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """`reduce_scatter_single` of several pairs."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        counts = [[output.numel()] * self.size() for output in outputs]
+        pairs = zip(outputs, map(plain_input, inputs), counts, strict=True)
+        return self._run(opts, *[self._reduce_scatter(*pair, opts) for pair in pairs])
+
+    def _reduce_scatter(self, output: Tensor, row: Tensor, counts: Sequence[int], opts: Any) -> _Part:
+        _require_equal_dtypes(output, row)
+        reducing = _Reducing(row, opts.reduceOp)
+        if reducing.is_scaled:
+            out = reducing.operand.new_empty(output.numel())
+            deliver: Delivery = lambda: output.detach().copy_(out.view(output.shape))  # noqa: E731
+        else:
+            out, deliver = plain_output(output)
+        call = partial(self._communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=counts)
+        return _Part(call, [output], deliver)
+
+    # -- moving data ---------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Every rank ends with what the root has."""
+        opts = dist.BroadcastOptions() if opts is None else opts
+        tensor = only(tensors, "the tensors to broadcast")
+        out, deliver = movable_output(tensor)
+        return self._run(opts, _Part(partial(self._communicator.broadcast, out, opts.rootRank), [tensor], deliver))
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Every rank ends with all ranks' tensors, which may differ in size."""
+        return self.allgather_coalesced(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """`allgather` of several tensors; ``outputs`` has a list per rank, with one tensor for each."""
+        opts = dist.AllgatherOptions() if opts is None else opts
+        self._require_one_per_rank(outputs, "output_lists")
+        per_input = list(zip(*outputs, strict=True))
+        return self._run(opts, *[self._all_gather(*pair) for pair in zip(per_input, inputs, strict=True)])
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Every rank ends with all ranks' input in one tensor."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """`all_gather_single` of several pairs."""
+        opts = dist.AllgatherOptions() if opts is None else opts
+        parts = []
+        for output, own in zip(outputs, inputs, strict=True):
+            _require_equal_dtypes(output, own)
+            out, deliver = movable_output(output)
+            parts.append(_Part(partial(self._communicator.all_gather, movable_input(own), out=out), [output], deliver))
+        return self._run(opts, *parts)
+
+    def _all_gather(self, outputs: Tensors, own: Tensor) -> _Part:
+        _require_equal_dtypes(own, *outputs)
+        out, counts, deliver = joined_output(outputs)
+        call = partial(self._communicator.all_gather, movable_input(own), out=out, counts=counts)
+        return _Part(call, outputs, deliver)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """The root ends with all ranks' tensors."""
+        opts = dist.GatherOptions() if opts is None else opts
+        own, root = only(inputs, "the tensors to gather"), opts.rootRank
+        call = partial(self._communicator.gather, movable_input(own), root)
+        if self.rank() != root:
+            return self._run(opts, _Part(call, [own], None))
+        targets = only(outputs, "the outputs of gather")
+        self._require_one_per_rank(targets, "gather_list")
+        _require_equal_dtypes(own, *targets)
+        out, _, deliver = joined_output(targets)
+        return self._run(opts, _Part(partial(call, out=out), targets, deliver))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        """Every rank ends with its tensor of the root's list."""
+        opts = dist.ScatterOptions() if opts is None else opts
+        output, root = only(outputs, "the outputs of scatter"), opts.rootRank
+        out, deliver = movable_output(output)
+        row = None
+        if self.rank() == root:
+            sources = only(inputs, "the inputs of scatter")
+            self._require_one_per_rank(sources, "scatter_list")
+            _require_equal_dtypes(output, *sources)
+            row = movable_input(joined_input(sources))
+        call = partial(self._communicator.scatter, row, root, out=out)
+        return self._run(opts, _Part(call, [output], deliver))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Rank j ends with tensor j of every rank's list."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        self._require_one_per_rank(outputs, "output_tensor_list")
+        self._require_one_per_rank(inputs, "input_tensor_list")
+        _require_equal_dtypes(*outputs, *inputs)
+        out, arriving, deliver = joined_output(outputs)
+        row, leaving = movable_input(joined_input(inputs)), [num_units(source) for source in inputs]
+        return self._run(opts, self._all_to_all(row, leaving, out, arriving, outputs, deliver))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Rank j ends with run j of rows of every rank's input."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        _require_equal_dtypes(output, source)
+        out, deliver = movable_output(output)
+        leaving = self._split_counts(source, input_splits, "input")
+        arriving = self._split_counts(output, output_splits, "output")
+        return self._run(opts, self._all_to_all(movable_input(source), leaving, out, arriving, [output], deliver))
+
+    def _all_to_all(
+        self,
+        row: Tensor,
+        leaving: Sequence[int],
+        out: Tensor,
+        arriving: Sequence[int],
+        outputs: Tensors,
+        deliver: Delivery,
+    ) -> _Part:
+        call = partial(self._communicator.all_to_all, row, out=out, counts=leaving, output_counts=arriving)
+        return _Part(call, outputs, deliver)
+
+    def _split_counts(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
+        """Elements per rank, of a tensor that is split along its first dimension."""
+        num_rows = tensor.shape[0] if tensor.dim() else 1
+        if splits:
+            if len(splits) != self.size() or sum(splits) != num_rows:
+                raise ArgumentError(
+                    f"{name}_split_sizes is {list(splits)}; it must have {self.size()} numbers that add up to the "
+                    f"{num_rows} rows of the {name}"
+                )
+        elif num_rows % self.size():
+            raise ArgumentError(
+                f"the {name} has {num_rows} rows, which {self.size()} ranks cannot share equally; give "
+                f"{name}_split_sizes"
+            )
+        else:
+            splits = [num_rows // self.size()] * self.size()
+        width = num_units(tensor) // max(num_rows, 1)
+        return [split * width for split in splits]
+
+    # -- barriers ------------------------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Every rank goes on once all have come."""
+        opts = dist.BarrierOptions() if opts is None else opts
+        return self._run(opts, _Part(self._communicator.barrier, [], None))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names the ranks that have not come; all of them, whatever ``wait_all_ranks`` says."""
+        self._communicator.barrier(timeout=None if timeout is None else seconds_of(timeout))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        """Send to one rank."""
+        tensor = only(tensors, "the tensors to send")
+        return self._message(self._communicator.send, movable_input(tensor), dst, tag, [tensor], None)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Receive from one rank."""
+        tensor = only(tensors, "the tensors to receive")
+        out, deliver = movable_output(tensor)
+        return self._message(self._communicator.recv, out, src, tag, [tensor], deliver)
+
+    def _message(self, call: Call, row: Tensor, peer: int, tag: int, tensors: Tensors, deliver: Delivery) -> dist.Work:
+        work: Work = call(row, peer, tag=tag, async_op=True)
+        return self._handles.keep(Handle([work], [] if deliver is None else [deliver], tensors, self._completer))
+
+    # -- the names of before 2.13 --------------------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+class _Part(NamedTuple):
+    """A call of a communicator, the tensors of the user that it is for, and what is left to do when it is done."""
+
+    call: Call
+    tensors: Tensors
+    deliver: Delivery
+
+
+class _Reducing:
+    """What torch's reduction of a tensor is in farandole's words.
+
+    Attributes:
+        op: the name of the reduction.
+        operand: what is reduced, and where the result goes: the tensor, or a scaled copy.
+        is_scaled: whether it is a copy.
+
+    Raises:
+        ArgumentError: farandole has no such reduction.
+    """
+
+    def __init__(self, tensor: Tensor, reduce_op: Any) -> None:
+        kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (reduce_op, None)
+        self.is_scaled = kind == dist.ReduceOp.RedOpType.PREMUL_SUM
+        self.operand = tensor.detach()
+        if self.is_scaled:  # 16-bit floats are scaled and summed in 32 bits, and rounded once
+            wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+            self.operand = (self.operand.to(wide) * factor).to(wide)
+            kind = dist.ReduceOp.RedOpType.SUM
+        if kind not in _OPS:
+            raise ArgumentError(f"op is {reduce_op}; the backend has {', '.join(op.name for op in _OPS)}, PREMUL_SUM")
+        self.op = _OPS[kind]
+
+    def deliver_to(self, tensor: Tensor) -> Delivery:
+        """How the result gets into ``tensor``, if it is not there."""
+        if not self.is_scaled:
+            return None
+
+        def deliver() -> None:
+            tensor.detach().copy_(self.operand)
+
+        return deliver
+
+
+def _require_equal_dtypes(*tensors: Tensor) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ArgumentError(f"the tensors have dtypes {', '.join(sorted(map(str, dtypes)))}; they must be equal")

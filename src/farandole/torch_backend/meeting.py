@@ -1,0 +1,76 @@
+"""Meets the other ranks of a group at torch's own Store."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from farandole.errors import RendezvousError
+
+__all__ = ["StoreMeetingPlace"]
+
+_FIRST_LOOK_S = 0.001
+_LONGEST_LOOK_S = 0.02
+
+
+class StoreMeetingPlace:
+    """A `farandole.rendezvous.MeetingPlace` in a `torch.distributed.Store`.
+
+    torch's stores believe whoever can reach them. With a ``secret``, values that were not set by somebody who knows it
+    are refused.
+
+    Args:
+        store: of the group alone.
+        secret: of the job; empty if there is none.
+    """
+
+    def __init__(self, store: Any, secret: bytes) -> None:
+        self._store = store
+        self._secret = secret
+
+    def set(self, key: str, value: str) -> str:
+        """See `MeetingPlace`."""
+        try:
+            return self._opened(key, self._store.compare_set(key, "", self._sealed(key, value)))
+        except RuntimeError as error:
+            raise RendezvousError(f"torch's store does not answer: {error}") from error
+
+    def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
+        """See `MeetingPlace`."""
+        limit = time.monotonic() + timeout_s
+        pause_s = _FIRST_LOOK_S
+        try:
+            while not self._store.check(list(keys)):
+                is_over = time.monotonic() >= limit or any(self._store.check([key]) for key in unless)
+                if is_over:
+                    return [self._get(key) if self._store.check([key]) else None for key in keys]
+                time.sleep(min(pause_s, max(0.0, limit - time.monotonic())))
+                pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            return [self._get(key) for key in keys]
+        except RuntimeError as error:
+            raise RendezvousError(f"torch's store does not answer: {error}") from error
+
+    def _get(self, key: str) -> str:
+        return self._opened(key, self._store.get(key))
+
+    def _sealed(self, key: str, value: str) -> str:
+        return f"{self._seal(key, value)}{value}" if self._secret else value
+
+    def _opened(self, key: str, stored: bytes) -> str:
+        text = stored.decode()
+        if not self._secret:
+            return text
+        size = hashlib.sha256().digest_size * 2
+        seal, value = text[:size], text[size:]
+        if not hmac.compare_digest(seal.encode(), self._seal(key, value).encode()):
+            raise RendezvousError(
+                f"what torch's store holds under {key!r} was not set by a rank that knows FARANDOLE_SECRET; give all "
+                f"ranks the same"
+            )
+        return value
+
+    def _seal(self, key: str, value: str) -> str:
+        return hmac.new(self._secret, f"{key}\0{value}".encode(), hashlib.sha256).hexdigest()

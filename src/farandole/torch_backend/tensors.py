@@ -1,0 +1,110 @@
+"""torch's tensors as the rows of elements that a communicator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from farandole.dtypes import DTYPES
+from farandole.errors import ArgumentError
+
+__all__ = [
+    "Delivery",
+    "joined_input",
+    "joined_output",
+    "movable_input",
+    "movable_output",
+    "num_units",
+    "only",
+    "plain_input",
+    "plain_output",
+]
+
+Delivery = Callable[[], None] | None
+"""Puts what came out where it belongs; None if it is there."""
+
+_OWN_DTYPES = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+
+
+def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """The one tensor (or list) that there must be.
+
+    Raises:
+        ArgumentError: there are none, or several.
+    """
+    if len(tensors) != 1:
+        raise ArgumentError(f"{what} are {len(tensors)}; there must be one, as a rank has one device")
+    return tensors[0]
+
+
+def plain_input(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` in a row; a copy if it is strided."""
+    return tensor.detach().reshape(-1)
+
+
+def plain_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:
+    """A row for what comes out in ``tensor``, and how it gets there."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1), None
+    row = tensor.reshape(-1)
+
+    def deliver() -> None:
+        tensor.copy_(row.view(tensor.shape))
+
+    return row, deliver
+
+
+def num_units(tensor: torch.Tensor) -> int:
+    """What ``tensor`` counts as where data are moved: elements, or bytes if its dtype is none of farandole's."""
+    return int(tensor.numel() if tensor.dtype in _OWN_DTYPES else tensor.nbytes)
+
+
+def movable_input(tensor: torch.Tensor) -> torch.Tensor:
+    """The units of ``tensor`` in a row."""
+    return _in_units(plain_input(tensor))
+
+
+def movable_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:
+    """A row of units for what comes out in ``tensor``, and how it gets there."""
+    row, deliver = plain_output(tensor)
+    return _in_units(row), deliver
+
+
+def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all ``tensors`` in one row; no copy if they lie in one."""
+    return _row_of(tensors) if _lie_in_a_row(tensors) else torch.cat([plain_input(tensor) for tensor in tensors])
+
+
+def joined_output(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int], Delivery]:
+    """A row of units for what comes out in all ``tensors``, how many are of each, and how they get there."""
+    counts = [num_units(tensor) for tensor in tensors]
+    if _lie_in_a_row(tensors):
+        return _in_units(_row_of(tensors)), counts, None
+    targets = [tensor.detach() for tensor in tensors]
+    lengths = [target.numel() for target in targets]
+    row = targets[0].new_empty(sum(lengths))
+
+    def deliver() -> None:
+        for target, part in zip(targets, row.split(lengths), strict=True):
+            target.copy_(part.view(target.shape))
+
+    return _in_units(row), counts, deliver
+
+
+def _in_units(row: torch.Tensor) -> torch.Tensor:
+    return row if row.dtype in _OWN_DTYPES else row.view(torch.uint8)
+
+
+def _lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end:
+            return False
+        end += tensor.nbytes
+    return True
+
+
+def _row_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

@@ -1,0 +1,241 @@
+"""The handles that torch waits for, and the threads that complete its futures.
+
+torch's C++ code calls `wait` and `get_future` of a handle, and nothing keeps the Python half of one alive while it
+may: `Handles` does.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.work import Work
+
+__all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
+
+_MOST_KEPT = 4096
+_IDLE_S = 5.0
+
+
+def seconds_of(timeout: timedelta) -> float | None:
+    """What torch's ``timeout`` says: None if it is unset (negative), infinity if it is 0."""
+    seconds = timeout.total_seconds()
+    return None if seconds < 0 else seconds or math.inf
+
+
+class FinishedHandle(dist.Work):
+    """Of calls that were over before they returned."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """True."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def result(self) -> list[torch.Tensor]:
+        """What came out."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future that is done."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+    def _source_rank(self) -> int:
+        return -1
+
+    source_rank = _source_rank
+
+
+class Handle(dist.Work):
+    """Of calls that go on in the background.
+
+    Args:
+        works: of the calls.
+        deliveries: put what came out where it belongs, once all are done.
+        tensors: what comes out, for `result` and the future.
+        completer: completes the future.
+        source: the rank that a message came from, for those of any source.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        deliveries: Sequence[Callable[[], None]],
+        tensors: Sequence[torch.Tensor],
+        completer: Completer,
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._deliveries = list(deliveries)
+        self._tensors = list(tensors)
+        self._completer = completer
+        self._source = source
+        self._future: Any = None
+        self._lock = threading.RLock()
+        self.was_waited_for = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until all is done, or ``timeout`` is over; 0 waits as long as the calls may take.
+
+        Raises:
+            CommunicationError: what a call failed with.
+        """
+        self.settle(seconds_of(timeout))
+        self.was_waited_for = True
+        return True
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until all is done and delivered."""
+        for work in self._works:
+            work.wait(timeout_s)
+        with self._lock:
+            while self._deliveries:
+                self._deliveries[0]()
+                del self._deliveries[0]
+
+    def is_completed(self) -> bool:
+        """Whether all is done, well or not."""
+        return all(work.has_ended() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all is done, and well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What a call failed with; None if all is well so far."""
+        if not self.is_completed():
+            return None
+        try:
+            self.settle()
+        except Exception as error:
+            return error
+        return None
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """What came out."""
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the tensors that come out; it raises what a call fails with."""
+        with self._lock:
+            if self._future is None:
+                source: torch.futures.Future[Any] = torch.futures.Future()
+                # An exception that is set as such counts as success in torch's C++ code; one that a callback raises
+                # does not.
+                self._future = source.then(_unwrap)
+                self._completer.add(self, source)
+            return self._future
+
+    def outcome(self) -> Any:
+        """The tensors, or the exception, once all is done."""
+        try:
+            self.settle()
+        except Exception as error:
+            return error
+        return self._tensors
+
+    def _source_rank(self) -> int:
+        return -1 if self._source is None else self._source()
+
+    source_rank = _source_rank
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> Any:
+    outcome = future.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+class Completer:
+    """Completes futures in the order in which they were asked for, on threads of its own.
+
+    One thread waits for the next handle. Callbacks run on it, and may wait for a future that comes later; so another
+    thread goes on while they do.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: deque[tuple[Handle, torch.futures.Future[Any]]] = deque()
+        self._waits = False  # whether a thread waits for a handle
+        self._num_idle = 0
+
+    def add(self, handle: Handle, future: torch.futures.Future[Any]) -> None:
+        """Complete ``future`` when ``handle`` is done."""
+        with self._changed:
+            self._pending.append((handle, future))
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Have a thread go on with what is pending, if none does."""
+        if not self._pending or self._waits:
+            return
+        if self._num_idle:
+            self._changed.notify()
+        else:
+            threading.Thread(target=self._serve, name="farandole futures", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending or self._waits:
+                    self._num_idle += 1
+                    was_notified = self._changed.wait(_IDLE_S)
+                    self._num_idle -= 1
+                    if not was_notified and (not self._pending or self._waits):
+                        return
+                self._waits = True
+                handle, future = self._pending.popleft()
+            outcome = handle.outcome()
+            with self._changed:
+                self._waits = False
+                self._pass_on()
+            future.set_result(outcome)
+            del handle, future, outcome
+
+
+class Handles:
+    """Keeps handles alive for as long as torch's C++ code may call them: until they were waited for."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Handle] = deque()
+
+    def keep(self, handle: Handle) -> Handle:
+        """Keep ``handle``, and let go of those before it that are through."""
+        self._kept.append(handle)
+        while self._kept and self._kept[0].was_waited_for:
+            self._kept.popleft()
+        if len(self._kept) > _MOST_KEPT and self._kept[0].is_completed():  # nobody will wait for it
+            self._kept.popleft()
+        return handle
