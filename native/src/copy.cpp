@@ -33,6 +33,8 @@ void copy_streaming(std::byte* target, const std::byte* source, std::size_t byte
   }
   _mm_sfence();
 #endif
+  // Elsewhere that is all: cores of 64-bit ARM see by themselves that whole cache lines are written
+  // one after the other, and then do not read them first ("write streaming mode").
   std::memcpy(target, source, bytes);
 }
 

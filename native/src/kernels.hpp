@@ -37,12 +37,13 @@ using CombineFunction = void (*)(std::byte* dst, const std::byte* const* srcs, s
 // The kernel for the best instruction set of this machine; nullptr where is_supported is false.
 CombineFunction find_combine(DType dtype, ReduceOp op);
 
-// The instruction set that find_combine chooses: "avx512", "avx2" or "baseline".
+// The instruction set that find_combine chooses: "avx512", "avx2", "neon" or "baseline". On 64-bit
+// ARM, where every machine has NEON, it is "neon" and there is no other.
 std::string_view instruction_set();
 
 // What follows is for tests, which run every instruction set that the machine has.
 
-enum class InstructionSet : std::uint8_t { baseline, avx2, avx512 };
+enum class InstructionSet : std::uint8_t { baseline, neon, avx2, avx512 };
 
 std::string_view name_of(InstructionSet isa);
 

@@ -67,7 +67,8 @@ std::vector<Bytes> operands(DType dtype, std::size_t num_srcs, std::size_t count
 
 std::vector<InstructionSet> available_instruction_sets() {
   std::vector<InstructionSet> available;
-  for (auto isa : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+  for (auto isa : {InstructionSet::baseline, InstructionSet::neon, InstructionSet::avx2,
+                   InstructionSet::avx512}) {
     if (is_available(isa)) available.push_back(isa);
   }
   return available;
