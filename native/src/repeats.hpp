@@ -21,7 +21,8 @@ class Repeats {
   // Runs the call that remember() was told for such arguments. False if it is unknown, if anything
   // about it is unusual, or if it failed: then all later runs fail in the same way.
   //
-  // `source`, `target`: what provides the buffers, or None; the same object if in place.
+  // `source`, `target`: numpy arrays and the like, or torch tensors, or None; the same object if in
+  // place.
   // `op`, `algorithm`: str or None, told apart by identity. `root`: an int. `timeout_s`: a float.
   bool run(int collective, nanobind::handle source, nanobind::handle target, nanobind::handle op,
            nanobind::handle root, nanobind::handle algorithm, nanobind::handle timeout_s);
@@ -39,6 +40,7 @@ class Repeats {
     std::int64_t source_bytes = 0;
     std::int64_t source_rows = 0;
     std::int64_t target_bytes = 0;
+    const PyObject* dtype = nullptr;  // of tensors; buffers have their format in kind
     const PyObject* op = nullptr;
     const PyObject* algorithm = nullptr;
     bool operator==(const Key&) const = default;
@@ -49,17 +51,26 @@ class Repeats {
   };
   struct Known {
     std::shared_ptr<SettledCall> settled;
-    nanobind::object op;         // this and the next: kept, so that no other object gets their
-    nanobind::object algorithm;  // address
+    // Kept, so that no other object gets their address. (torch keeps its dtypes.)
+    nanobind::object op;
+    nanobind::object algorithm;
     std::int64_t input_start;
     std::int64_t output_start;
   };
   class Views;
+  struct TensorTypes {
+    nanobind::object tensor;  // torch.Tensor, once a tensor was remembered
+    nanobind::object parameter;
+    bool know(nanobind::handle object) const noexcept;
+    void learn_from(nanobind::handle object);
+  };
 
   static constexpr std::size_t kMost = 4096;
 
   std::shared_ptr<Engine> engine_;
-  std::unordered_map<Key, Known, Hash> known_;  // guarded by the GIL
+  // Both guarded by the GIL.
+  TensorTypes tensor_types_;
+  std::unordered_map<Key, Known, Hash> known_;
 };
 
 // Lets go of the GIL for as long as it lives. A thread that takes the GIL again once the

@@ -214,6 +214,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Every rank ends with the reduction of all ranks' tensor."""
         opts = dist.AllreduceOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to all_reduce")
+        op = _OPS.get(opts.reduceOp.op)
+        if not opts.asyncOp and op is not None and tensor.grad_fn is None and not tensor.is_sparse:
+            self._communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
+            return self._done
         if tensor.is_sparse:
             return self._sparse_allreduce(tensor, opts)
         return self._run(opts, self._allreduce(tensor, opts))
