@@ -8,7 +8,7 @@
     │   └── VerificationError         the proof failed; carries the counterexample
     ├── ArgumentError                 a call that can never work (also a ValueError)
     │   └── UnsupportedReductionError a dtype and op that have no meaning together (also a TypeError)
-    └── CommunicationError            the call was right, the run was not
+    └── CommunicationError            the call was right, the run was not (also a RuntimeError)
         ├── RendezvousError           the ranks did not find or did not trust one another
         ├── CollectiveMismatchError   ranks made different calls
         ├── CollectiveTimeoutError    ranks did not arrive in time (also a TimeoutError)
@@ -83,7 +83,7 @@ class UnsupportedReductionError(ArgumentError, TypeError):
     """This reduction has no meaning for this dtype."""
 
 
-class CommunicationError(FarandoleError):
+class CommunicationError(FarandoleError, RuntimeError):
     """The call was right and the run of it failed."""
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.communicator import Communicator
-from farandole.errors import ArgumentError
+from farandole.errors import ArgumentError, CollectiveTimeoutError
 from farandole.rendezvous import join_alone, join_at
 from farandole.torch_backend.meeting import StoreMeetingPlace
 from farandole.torch_backend.tensors import (
@@ -54,6 +54,11 @@ _OPS = {
     dist.ReduceOp.RedOpType.BOR: "bor",
     dist.ReduceOp.RedOpType.BXOR: "bxor",
 }
+
+_VERDICT_S = 5.0
+"""How much longer than rank 0 the others wait in a monitored barrier: it has the last word."""
+
+_ALL_CAME = "all came"
 
 Call = Callable[..., Any]
 """A method of the communicator with all arguments but timeout and async_op."""
@@ -102,6 +107,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._completer = Completer()
         self._handles = Handles()
         self._done = FinishedHandle([])
+        self._num_monitored_barriers = 0
 
     # -- what the group is ---------------------------------------------------------------------------------------
 
@@ -422,8 +428,39 @@ class ProcessGroup(dist.ProcessGroup):
         return self._run(opts, _Part(self._communicator.barrier, [], None))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that have not come; all of them, whatever ``wait_all_ranks`` says."""
-        self._communicator.barrier(timeout=None if timeout is None else seconds_of(timeout))
+        """A barrier at torch's store: where ranks do not come, the error names them, and the group can go on.
+
+        Raises:
+            CollectiveTimeoutError: on rank 0, that these ranks have not come in time; with ``wait_all_ranks`` all of
+                them are named, without it the first. On the others, that it failed on rank 0.
+        """
+        timeout_s = self._communicator.timeout_s if timeout is None else timeout.total_seconds()
+        number = self._num_monitored_barriers = self._num_monitored_barriers + 1
+        place = StoreMeetingPlace(self._store, b"")
+        verdict_key = f"monitored_barrier/{number}/verdict"
+        if self.rank() != 0:
+            place.set(f"monitored_barrier/{number}/{self.rank()}", "here")
+            (verdict,) = place.get_all([verdict_key], timeout_s + _VERDICT_S)
+            if verdict != _ALL_CAME:
+                raise CollectiveTimeoutError(
+                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                    f"send/recv from rank 0: {verdict or 'it has not come in time'}"
+                )
+            return
+        others = range(1, self.size())
+        came = place.get_all([f"monitored_barrier/{number}/{rank}" for rank in others], timeout_s)
+        missing = [str(rank) for rank, word in zip(others, came, strict=True) if word is None]
+        if missing and timeout_s <= 0:
+            problem = "Rank 0 timed out in monitoredBarrier, as its timeout is 0"
+        elif missing and wait_all_ranks and len(missing) > 1:
+            problem = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier in {timeout_s * 1000:g} ms"
+        elif missing:
+            problem = f"Rank {missing[0]} failed to pass monitoredBarrier in {timeout_s * 1000:g} ms"
+        else:
+            problem = _ALL_CAME
+        place.set(verdict_key, problem)
+        if problem != _ALL_CAME:
+            raise CollectiveTimeoutError(problem)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
