@@ -116,7 +116,7 @@ def _odd_ones(records: Sequence[CallRecord]) -> str:
 def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], call: Call | None, where: str) -> str:
     record = records[subject]
     whose = "" if subject == rank else f" on rank {subject}"
-    text = f"the timeout of {record.timeout_s:g} s{whose} is over"
+    text = f"the timeout of {record.timeout_s:g} s is over{whose}"
     if call is not None and call.signature.pair is not None and subject == rank:
         src, dst = call.signature.pair
         peer, verb = (dst, "received") if rank == src else (src, "sent")
