@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, CollectiveTimeoutError
@@ -218,7 +219,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Every rank ends with the reduction of all ranks' tensor."""
-        opts = dist.AllreduceOptions() if opts is None else opts
+        opts = c10d.AllreduceOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to all_reduce")
         op = _OPS.get(opts.reduceOp.op)
         if not opts.asyncOp and op is not None and tensor.grad_fn is None and not tensor.is_sparse:
@@ -230,7 +231,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """`allreduce` of several tensors."""
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
         return self._run(opts, *[self._allreduce(tensor, opts) for tensor in tensors])
 
     def _allreduce(self, tensor: Tensor, opts: Any) -> _Part:
@@ -249,7 +250,7 @@ class ProcessGroup(dist.ProcessGroup):
         counts = communicator.all_gather(torch.tensor([len(indices)]), timeout=timeout_s).tolist()
         all_indices = communicator.all_gather(indices, counts=counts, timeout=timeout_s)
         all_values = communicator.all_gather(reducing.operand.contiguous(), counts=counts, timeout=timeout_s)
-        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
+        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape, check_invariants=False).coalesce()
         if reducing.op == "avg":
             total = total / communicator.world_size
         with torch.no_grad():
@@ -258,7 +259,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
-        opts = dist.ReduceOptions() if opts is None else opts
+        opts = c10d.ReduceOptions() if opts is None else opts
         tensor, root = only(tensors, "the tensors to reduce"), opts.rootRank
         reducing = _Reducing(tensor, opts.reduceOp)
         call = partial(self._communicator.reduce, reducing.operand, root, reducing.op)
@@ -266,7 +267,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Every rank ends with its tensor of the reduction of all ranks' lists."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = c10d.ReduceScatterOptions() if opts is None else opts
         parts = only(inputs, "the inputs of reduce_scatter")
         self._require_one_per_rank(parts, "input_list")
         counts = [part.numel() for part in parts]
@@ -280,7 +281,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """`reduce_scatter_single` of several pairs."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = c10d.ReduceScatterOptions() if opts is None else opts
         counts = [[output.numel()] * self.size() for output in outputs]
         pairs = zip(outputs, map(plain_input, inputs), counts, strict=True)
         return self._run(opts, *[self._reduce_scatter(*pair, opts) for pair in pairs])
@@ -300,7 +301,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Every rank ends with what the root has."""
-        opts = dist.BroadcastOptions() if opts is None else opts
+        opts = c10d.BroadcastOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to broadcast")
         out, deliver = movable_output(tensor)
         return self._run(opts, _Part(partial(self._communicator.broadcast, out, opts.rootRank), [tensor], deliver))
@@ -311,7 +312,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """`allgather` of several tensors; ``outputs`` has a list per rank, with one tensor for each."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = c10d.AllgatherOptions() if opts is None else opts
         self._require_one_per_rank(outputs, "output_lists")
         per_input = list(zip(*outputs, strict=True))
         return self._run(opts, *[self._all_gather(*pair) for pair in zip(per_input, inputs, strict=True)])
@@ -322,7 +323,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """`all_gather_single` of several pairs."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = c10d.AllgatherOptions() if opts is None else opts
         parts = []
         for output, own in zip(outputs, inputs, strict=True):
             _require_equal_dtypes(output, own)
@@ -338,7 +339,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """The root ends with all ranks' tensors."""
-        opts = dist.GatherOptions() if opts is None else opts
+        opts = c10d.GatherOptions() if opts is None else opts
         own, root = only(inputs, "the tensors to gather"), opts.rootRank
         call = partial(self._communicator.gather, movable_input(own), root)
         if self.rank() != root:
@@ -351,7 +352,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Every rank ends with its tensor of the root's list."""
-        opts = dist.ScatterOptions() if opts is None else opts
+        opts = c10d.ScatterOptions() if opts is None else opts
         output, root = only(outputs, "the outputs of scatter"), opts.rootRank
         out, deliver = movable_output(output)
         row = None
@@ -365,7 +366,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Rank j ends with tensor j of every rank's list."""
-        opts = dist.AllToAllOptions() if opts is None else opts
+        opts = c10d.AllToAllOptions() if opts is None else opts
         self._require_one_per_rank(outputs, "output_tensor_list")
         self._require_one_per_rank(inputs, "input_tensor_list")
         _require_equal_dtypes(*outputs, *inputs)
@@ -382,7 +383,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> dist.Work:
         """Rank j ends with run j of rows of every rank's input."""
-        opts = dist.AllToAllOptions() if opts is None else opts
+        opts = c10d.AllToAllOptions() if opts is None else opts
         _require_equal_dtypes(output, source)
         out, deliver = movable_output(output)
         leaving = self._split_counts(source, input_splits, "input")
@@ -424,7 +425,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Every rank goes on once all have come."""
-        opts = dist.BarrierOptions() if opts is None else opts
+        opts = c10d.BarrierOptions() if opts is None else opts
         return self._run(opts, _Part(self._communicator.barrier, [], None))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
