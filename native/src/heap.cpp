@@ -29,10 +29,18 @@ std::span<std::byte> map_aligned(int descriptor, std::size_t size, int protectio
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) return {};
   const auto address = reinterpret_cast<std::uintptr_t>(space);
-  auto* aligned = static_cast<std::byte*>(space) + (kHugePage - address % kHugePage) % kHugePage;
-  void* memory = mmap(aligned, size, protection, MAP_SHARED | MAP_FIXED, descriptor, 0);
-  return memory == MAP_FAILED ? std::span<std::byte>{}
-                              : std::span{static_cast<std::byte*>(memory), size};
+  auto* start = static_cast<std::byte*>(space);
+  auto* aligned = start + (kHugePage - address % kHugePage) % kHugePage;
+  if (mmap(aligned, size, protection, MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED) {
+    const int error = errno;
+    munmap(space, size + kHugePage);
+    errno = error;
+    return {};
+  }
+  const auto before = static_cast<std::size_t>(aligned - start);
+  if (before != 0) munmap(start, before);
+  if (before != kHugePage) munmap(aligned + size, kHugePage - before);
+  return {aligned, size};
 }
 
 std::size_t page_bytes() noexcept { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }

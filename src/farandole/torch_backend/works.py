@@ -6,6 +6,7 @@ may: `Handles` does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import deque
@@ -97,6 +98,7 @@ class Handle(dist.Work):
         self._completer = completer
         self._source = source
         self._future: Any = None
+        self._to_complete: Any = None  # what the future waits for, until somebody completes it
         self._lock = threading.RLock()
         self.was_waited_for = False
 
@@ -106,9 +108,18 @@ class Handle(dist.Work):
         Raises:
             CommunicationError: what a call failed with.
         """
-        self.settle(seconds_of(timeout))
+        try:
+            self.settle(seconds_of(timeout))
+        finally:
+            if self.is_completed():
+                self.complete_future()
         self.was_waited_for = True
         return True
+
+    def wait_for_calls(self) -> None:
+        """Wait until all calls have ended, well or not."""
+        for work in self._works:
+            work.ends_within(math.inf)
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until all is done and delivered."""
@@ -150,20 +161,25 @@ class Handle(dist.Work):
         """A future of the tensors that come out; it raises what a call fails with."""
         with self._lock:
             if self._future is None:
-                source: torch.futures.Future[Any] = torch.futures.Future()
+                self._to_complete = torch.futures.Future()
                 # An exception that is set as such counts as success in torch's C++ code; one that a callback raises
                 # does not.
-                self._future = source.then(_unwrap)
-                self._completer.add(self, source)
-            return self._future
+                self._future = self._to_complete.then(_unwrap)
+                if not self.is_completed():
+                    self._completer.add(self)
+        if self.is_completed():  # torch's C++ code takes its value at once
+            self.complete_future()
+        return self._future
 
-    def outcome(self) -> Any:
-        """The tensors, or the exception, once all is done."""
-        try:
-            self.settle()
-        except Exception as error:
-            return error
-        return self._tensors
+    def complete_future(self) -> None:
+        """See that the future, if anybody has asked for it, is complete. pre: `is_completed`"""
+        with self._lock:
+            to_complete, self._to_complete = self._to_complete, None
+        if to_complete is not None:
+            to_complete.set_result(self.exception() or self._tensors)
+        elif self._future is not None:  # another thread is at it
+            with contextlib.suppress(Exception):
+                self._future.wait()
 
     def _source_rank(self) -> int:
         return -1 if self._source is None else self._source()
@@ -187,14 +203,14 @@ class Completer:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: deque[tuple[Handle, torch.futures.Future[Any]]] = deque()
+        self._pending: deque[Handle] = deque()
         self._waits = False  # whether a thread waits for a handle
         self._num_idle = 0
 
-    def add(self, handle: Handle, future: torch.futures.Future[Any]) -> None:
-        """Complete ``future`` when ``handle`` is done."""
+    def add(self, handle: Handle) -> None:
+        """Complete the future of ``handle`` when it is done."""
         with self._changed:
-            self._pending.append((handle, future))
+            self._pending.append(handle)
             self._pass_on()
 
     def _pass_on(self) -> None:
@@ -216,13 +232,13 @@ class Completer:
                     if not was_notified and (not self._pending or self._waits):
                         return
                 self._waits = True
-                handle, future = self._pending.popleft()
-            outcome = handle.outcome()
+                handle = self._pending.popleft()
+            handle.wait_for_calls()
             with self._changed:
                 self._waits = False
                 self._pass_on()
-            future.set_result(outcome)
-            del handle, future, outcome
+            handle.complete_future()
+            del handle
 
 
 class Handles:
