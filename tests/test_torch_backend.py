@@ -25,6 +25,7 @@ from farandole.errors import (
     CommunicatorClosedError,
     RendezvousError,
 )
+from farandole.torch_backend import group as group_module
 from farandole.torch_backend.group import ProcessGroup, create
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -39,7 +40,7 @@ WAIT_S = 30
 def meet(world_size: int, *, timeout_s: float = WAIT_S, job_ranks=()) -> list[ProcessGroup]:
     """A group per rank."""
     store = dist.HashStore()
-
+    group_module._times_made.clear()  # not every rank takes part in every test
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(lambda rank: join(store, rank, world_size, timeout_s, job_ranks), range(world_size)))
 
@@ -752,9 +753,22 @@ def test_a_rank_that_does_not_come_is_named():
         join(dist.HashStore(), 0, 3, 0.2)
 
 
-def test_two_that_claim_one_rank_are_told_apart():
+def test_groups_meet_again_at_a_store_that_outlives_them():
     store = dist.HashStore()
-    dist.PrefixStore("group/", store).set("0/rank/0", '{"process": 1}')
+    group_module._times_made.clear()
+    for _ in range(3):
+        for members in ([], [], [4, 6], [6, 4], [4, 6]):
+            with ThreadPoolExecutor(2) as threads:
+                groups = list(threads.map(lambda rank, members=members: join(store, rank, 2, 10, members), range(2)))
+                list(threads.map(lambda group: group.barrier().wait(), groups))
+            for group in groups:
+                group.shutdown()
+
+
+def test_two_that_claim_one_rank_are_told_apart(monkeypatch):
+    monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
+    store = dist.HashStore()
+    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set("0/rank/0", '{"process": 1}')
     with pytest.raises(RendezvousError, match="two processes claim rank 0"):
         join(store, 0, 2, 1)
 
@@ -765,7 +779,7 @@ def test_with_a_secret_what_a_stranger_sets_is_refused(monkeypatch):
     for group in groups:
         group.shutdown()
     store = dist.HashStore()
-    dist.PrefixStore("group/", store).set(
+    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
         "0/rank/1", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "calibration": null}'
     )
     with pytest.raises(RendezvousError, match="was not set by a rank that knows FARANDOLE_SECRET"):

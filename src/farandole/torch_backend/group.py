@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -83,9 +84,27 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     if size == 1:
         membership = join_alone()
     else:
-        place = StoreMeetingPlace(options.store, secret)
+        place = StoreMeetingPlace(dist.PrefixStore(_meeting_name(options), options.store), secret)
         membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, options.group_id)
+
+
+_times_made: Counter[tuple[object, ...]] = Counter()
+"""How often each rank has made the world, and each group in that world."""
+
+
+def _meeting_name(options: Any) -> str:
+    """What tells this meeting from all before it: torch's store outlives the groups, and under torchrun the processes,
+    and its names for groups come again."""
+    members = tuple(options.global_ranks_in_group)
+    rank = members[options.group_rank] if members else options.group_rank
+    if not members:
+        _times_made[rank,] += 1
+    number_of_world = _times_made[rank,]
+    group = (rank, number_of_world, options.group_id, members)
+    _times_made[group] += 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"meeting/{restart}/{number_of_world}/{_times_made[group]}"
 
 
 class ProcessGroup(dist.ProcessGroup):
