@@ -104,7 +104,8 @@ def _meeting_name(options: Any) -> str:
     group = (rank, number_of_world, options.group_id, members)
     _times_made[group] += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"meeting/{restart}/{number_of_world}/{_times_made[group]}"
+    who = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+    return f"meeting/{restart}/{number_of_world}/{who}/{_times_made[group]}"
 
 
 class ProcessGroup(dist.ProcessGroup):
