@@ -94,8 +94,9 @@ def identity_from(environment: Mapping[str, str]) -> Identity | None:
     rank_0_serves = False
     if "TORCHELASTIC_RUN_ID" in environment and "FARANDOLE_RENDEZVOUS" not in environment:
         raise RendezvousError(
-            "this process was started by torchrun, and farandole does not start under torchrun yet: its agent holds "
-            "the port that rank 0 would serve on; use 'farandole run -n N' in place of 'torchrun --nproc-per-node N'"
+            "this process was started by torchrun, and farandole.init does not work under torchrun yet: its agent "
+            "holds the port that rank 0 would serve on; use 'farandole run -n N' in place of 'torchrun "
+            "--nproc-per-node N', or torch.distributed.init_process_group('farandole')"
         )
     if "FARANDOLE_RENDEZVOUS" in environment:
         host, _, text = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
