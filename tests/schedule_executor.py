@@ -71,7 +71,7 @@ def senders_of(schedule: Schedule, chunk: int) -> list[int]:
         return list(range(schedule.world_size))
     if schedule.collective in ("all_gather", "gather"):
         return [part_of(schedule, chunk)]
-    return [schedule.root]  # broadcast, scatter, send
+    return [schedule.root]  # broadcast, scatter
 
 
 def receivers_of(schedule: Schedule, chunk: int) -> list[int]:
@@ -80,7 +80,7 @@ def receivers_of(schedule: Schedule, chunk: int) -> list[int]:
         return list(range(schedule.world_size))
     if schedule.collective in ("reduce_scatter", "scatter"):
         return [part_of(schedule, chunk)]
-    return [1] if schedule.collective == "send" else [schedule.root]  # reduce, gather
+    return [schedule.root]  # reduce, gather
 
 
 def cut(schedule: Schedule, data: Array) -> dict[Slot, Array]:

@@ -49,8 +49,6 @@ def schedules(collective: str, name: str, world_sizes: list[int] | None = None) 
     """The algorithm on every world size that it is for, from several roots."""
     built = []
     for world_size in world_sizes or WORLD_SIZES:
-        if collective == "send" and world_size != 2:
-            continue
         roots = sorted({0, 1 % world_size, world_size // 2, world_size - 1}) if collective in ROOTED else [0]
         built += [build(collective, name, world_size, root) for root in roots]
     return built
@@ -128,7 +126,7 @@ def test_an_average_is_divided_exactly_where_a_sum_becomes_whole(collective: str
         assert whole == {proof.final[slot] for slot in proof.promise.after}
 
 
-@algorithms_for(set(ALGORITHMS) - {"send"})
+@every_algorithm
 def test_one_rank_alone_moves_nothing(collective: str, name: str) -> None:
     assert len(build(collective, name, 1)) == 0
 
@@ -253,7 +251,6 @@ COSTS: dict[tuple[str, str], Callable[[int], tuple[int, Fraction | int]]] = {
     ("all_to_all", "pairwise"): lambda n: (n if n > 2 else n - 1, without_own(n)),
     ("barrier", "naive"): lambda n: (2 * (n - 1), n - 1),
     ("barrier", "dissemination"): lambda n: (log2_up(n), log2_up(n)),
-    ("send", "direct"): lambda _: (1, 1),
 }
 
 
@@ -434,7 +431,6 @@ def test_every_collective_has_an_algorithm() -> None:
         (("all_reduce", "rign", 4), "there is no all_reduce named 'rign'; known are naive, ring, tree"),
         (("allreduce", "ring", 4), "collective is 'allreduce'; known are all_reduce, reduce_scatter"),
         (("all_reduce", "ring", 0), "world_size is 0; it must be >= 1"),
-        (("send", "direct", 3), "world_size is 3; send moves from rank 0 to rank 1 of exactly 2 ranks"),
         (("broadcast", "tree", 4, 4), r"root is 4, but the ranks are 0\.\.3"),
         (("broadcast", "tree", 4, -1), r"root is -1, but the ranks are 0\.\.3"),
         (("all_reduce", "ring", 4, 2), "root is 2, but all_reduce has no root"),

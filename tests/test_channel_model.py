@@ -166,17 +166,17 @@ class Rank(Code):
 
     def wake(self, rank: int, rings: tuple[int, ...]) -> Steps:
         """inline void wake("""
-        #: if (rank.sleeping.load(std::memory_order_seq_cst) == 0) return;
+        #: if (doorbell.sleeping.load(std::memory_order_seq_cst) == 0) return;
         if (yield Access("load", ("sleeping", rank), rings=rings)):
             yield from self.rouse(rank, rings)
 
     def rouse(self, rank: int, rings: tuple[int, ...]) -> Steps:
         """inline void wake("""
-        #: rank.sleeping.store(0, std::memory_order_seq_cst);
+        #: doorbell.sleeping.store(0, std::memory_order_seq_cst);
         yield Access("store", ("sleeping", rank), 0, rings=rings)
-        #: rank.doorbell.fetch_add(1, std::memory_order_seq_cst);
+        #: doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
         yield Access("ring", ("doorbell", rank), rings=rings)
-        #: futex_wake_all(rank.doorbell);
+        #: futex_wake_all(doorbell.rings);
         yield Access("futex_wake", ("asleep", rank), rings=rings)
 
     def has_room(self, end: Writer) -> Steps:
@@ -213,7 +213,7 @@ class Rank(Code):
         #: header.stamp.store(++published_, std::memory_order_seq_cst);
         yield self.stamp(end, segment)
         for reader in range(len(end.readers)):
-            #: wake(*state);
+            #: wake(*doorbell);
             yield from self.wake(end.readers[reader], end.readers[reader:])
         end.published = segment
 
@@ -329,9 +329,9 @@ class Rank(Code):
         if (yield Access("choose")):
             return True  # to look again is to return: run_plan does the same, and comes back
         while True:
-            #: const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
+            #: const std::uint32_t rings = doorbell.rings.load(std::memory_order_seq_cst);
             yield self.bell()
-            #: self.sleeping.store(1, std::memory_order_seq_cst);
+            #: doorbell.sleeping.store(1, std::memory_order_seq_cst);
             yield self.announce()
             #: const bool moved = moves(call, receipt);
             moved = yield from self.moves()
@@ -339,9 +339,9 @@ class Rank(Code):
                 #: std::tie(receipt.status, receipt.subject) = aborted();
                 aborted = yield from self.is_aborted()
                 if not aborted:
-                    #: futex_wait(self.doorbell, bell, std::min<std::chrono::nanoseconds>(kSlice, left));
+                    #: futex_wait(doorbell.rings, rings, std::min<std::chrono::nanoseconds>(kSlice, left));
                     yield self.futex_wait()
-            #: self.sleeping.store(0, std::memory_order_seq_cst);
+            #: doorbell.sleeping.store(0, std::memory_order_seq_cst);
             yield self.clear()
             #: if (moved || receipt.status != Abort::none || moves(call, receipt)) return;
             if moved or aborted or (yield from self.moves()):
@@ -379,9 +379,9 @@ class Aborter(Code):
         """void Engine::ring_all("""
         ranks = tuple(range(len(self.world.plans)))
         for peer in ranks:
-            #: state.doorbell.fetch_add(1, std::memory_order_seq_cst);
+            #: doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
             yield Access("ring", ("doorbell", peer), rings=ranks[peer:])
-            #: futex_wake_all(state.doorbell);
+            #: futex_wake_all(doorbell.rings);
             yield Access("futex_wake", ("asleep", peer), rings=ranks[peer:])
 
 

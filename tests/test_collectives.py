@@ -262,24 +262,6 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(worlds, algorithm):
             assert all(seen)
 
 
-def test_send_and_recv_carry_every_dtype_and_size_in_order(worlds):
-    counts = (0, 1, 13, ACROSS_SEGMENTS)
-    cases = [(dtype, count, i) for i, dtype in enumerate(DTYPES) for count in counts]
-
-    def body(comm):
-        results = []
-        for dtype, count, tag in cases:
-            if comm.rank == 2:
-                comm.send(data(2, count, dtype), dst=0, tag=tag)
-            elif comm.rank == 0:
-                results.append(comm.recv(np.zeros(count, dtype=numpy_dtype(dtype)), src=2, tag=tag))
-        return results
-
-    received = worlds(3).run(body)[0]
-    for (dtype, count, _), result in zip(cases, received, strict=True):
-        assert result.tobytes() == data(2, count, dtype).tobytes()
-
-
 def test_the_mean_of_sixteen_bit_floats_neither_overflows_nor_is_rounded_twice(worlds):
     def body(comm):
         large = comm.all_reduce(np.full(3, 40000, dtype="f2"), "avg", algorithm="one_shot")

@@ -160,7 +160,6 @@ REFUSED = {
     "band of floats": (lambda c: c.reduce(np.zeros(2), 0, "band"), UnsupportedReductionError, "band .* float64"),
     "a root": (lambda c: c.broadcast(np.zeros(2), src=2), ArgumentError, r"src is 2; the ranks .* 0\.\.1"),
     "a negative root": (lambda c: c.gather(np.zeros(2), dst=-1), ArgumentError, "dst is -1"),
-    "itself": (lambda c: c.send(np.zeros(2), dst=c.rank), ArgumentError, "which is this rank itself"),
     "uneven rows": (lambda c: c.reduce_scatter(np.zeros(5)), ArgumentError, r"5 rows, .* counts=\[3, 2\]"),
     "uneven all_to_all": (lambda c: c.all_to_all(np.zeros(3)), ArgumentError, "3 rows, which 2 ranks"),
     "counts that do not add up": (lambda c: c.reduce_scatter(np.zeros(5), counts=[1, 1]), ArgumentError, "add up to 2"),
@@ -229,7 +228,6 @@ REFUSED = {
         "counts is 2; it must",
     ),
     "a number for an algorithm": (lambda c: c.barrier(algorithm=3), ArgumentError, "algorithm is 3; give a name"),
-    "a text for a tag": (lambda c: c.send(np.zeros(2), 1 - c.rank, tag="a"), ArgumentError, "tag is 'a'"),
     "a fraction for a color": (lambda c: c.split(1.5), ArgumentError, "color is 1.5"),
     "a text for a key": (lambda c: c.split(0, "a"), ArgumentError, "key is 'a'"),
     "no root": (lambda c: c.broadcast(np.zeros(2), None), ArgumentError, "src is None"),
@@ -437,9 +435,7 @@ def test_the_ring_sends_exactly_its_closed_form(collective, factor, count):
                 assert s.bytes_sent * n == factor * (n - 1) * count * 4
 
 
-@pytest.mark.parametrize(
-    ("collective", "name"), [(c, a) for c in algorithms.ALGORITHMS for a in algorithms.names(c) if c != "send"]
-)
+@pytest.mark.parametrize(("collective", "name"), [(c, a) for c in algorithms.ALGORITHMS for a in algorithms.names(c)])
 def test_every_algorithm_sends_and_receives_what_its_schedule_says(collective, name):
     for n in (1, 2, 3, 5, 8):
 
@@ -570,10 +566,6 @@ def test_last_calls_that_differ_without_meeting_are_told_on_closing(case):
 
 
 SHOWN = {
-    "a tag": (
-        lambda c: c.recv(np.ones(2), 0, tag=7) if c.rank else c.send(np.ones(2), 1, tag=8),
-        ["rank 0: send(2 x float64, dst=1, tag=8)", "rank 1: recv(2 x float64, src=0, tag=7)"],
-    ),
     "split": (
         lambda c: c.split(0) if c.rank else c.all_gather(np.ones(2, dtype=np.int64)),
         ["rank 0: all_gather(2 x int64), ", "rank 1: split(), "],
@@ -654,19 +646,6 @@ def test_a_timeout_names_the_ranks_that_are_missing():
 
     texts = raises_everywhere(5, body, CollectiveTimeoutError, "ranks 1, 3 have not arrived at collective number 2")
     assert all("the timeout of 0.2 s is over" in text for text in texts)
-
-
-def test_a_receive_without_a_send_names_the_peer():
-    def body(comm):
-        if comm.rank == 0:
-            comm.recv(np.ones(4), src=1, timeout=0.1)
-        else:
-            while not comm.aborted:
-                threading.Event().wait(0.01)
-            comm.barrier()
-
-    with farandole.local(2) as world, pytest.raises(CollectiveTimeoutError, match="rank 1 has not sent"):
-        world.run(body)
 
 
 def test_a_rank_that_closes_early_is_named():

@@ -35,13 +35,18 @@ def one_call(comm: farandole.Communicator, choice: random.Random, largest: int) 
     """A random collective; every rank that seeded ``choice`` alike makes the same one."""
     n, count = comm.world_size, choice.choice([0, 1, 100, 5000, largest])
     root, background = choice.randrange(n), choice.random() < 0.5
-    name = choice.choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier"])
+    name = choice.choice(
+        ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all", "barrier", "messages"]
+    )
     mine = np.arange(count * n, dtype=np.float32) + comm.rank
     if choice.random() < 0.3:
         mine, private = comm.empty(mine.shape), mine
         mine[:] = private
     if name == "barrier":
         work = comm.barrier(async_op=background)
+    elif name == "messages":  # around a ring; all send first
+        comm.send(mine, (comm.rank + 1) % n, async_op=background)
+        work = comm.recv(np.empty_like(mine), None if root else (comm.rank - 1) % n, async_op=background)
     elif name in ("broadcast", "reduce"):
         work = getattr(comm, name)(mine, root, async_op=background)
     else:

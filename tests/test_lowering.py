@@ -27,7 +27,7 @@ def replaced(programs: tuple[Program, ...], rank: int, operations: list) -> list
 
 @pytest.mark.parametrize(("collective", "name"), EVERY_ALGORITHM)
 def test_the_programs_of_every_algorithm_are_proved(collective, name):
-    for world_size in (2,) if collective == "send" else WORLD_SIZES:
+    for world_size in WORLD_SIZES:
         root = world_size - 1 if collective in algorithms.ROOTED else 0
         proof = proof_of(collective, name, world_size, root)
         programs = lower(proof)
@@ -99,7 +99,7 @@ def mutants(programs: tuple[Program, ...], random_: random.Random, tries: int):
 def test_programs_with_one_thing_wrong_are_refused(collective, name):
     random_ = random.Random(f"{collective} {name}")
     refused = 0
-    for world_size in (2,) if collective == "send" else (2, 3, 4, 5):
+    for world_size in (2, 3, 4, 5):
         proof = proof_of(collective, name, world_size)
         programs = lower(proof)
         for what, mutant in mutants(programs, random_, 40):

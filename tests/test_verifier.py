@@ -20,8 +20,6 @@ every_algorithm = pytest.mark.parametrize(("collective", "name"), PAIRS, ids=[f"
 
 
 def originals(collective: str, name: str) -> list[Schedule]:
-    if collective == "send":
-        return [build(collective, name, 2)]
     return [build(collective, name, n, n // 2 if collective in ROOTED else 0) for n in (2, 3, 4, 5)]
 
 
@@ -193,7 +191,7 @@ def test_swapped_steps_are_rejected_unless_the_result_is_still_right(collective:
 @settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_nothing_that_breaks_its_promise_is_accepted_after_several_mutations(data: st.DataObject) -> None:
-    collective, name = data.draw(st.sampled_from([pair for pair in PAIRS if pair[0] != "send"]))
+    collective, name = data.draw(st.sampled_from(PAIRS))
     world_size = data.draw(st.integers(2, 6))
     root = data.draw(st.integers(0, world_size - 1)) if collective in ROOTED else 0
     schedule = build(collective, name, world_size, root)
@@ -334,7 +332,6 @@ def test_a_long_path_is_cut_to_its_last_transfers() -> None:
     [
         (Schedule("scan", 2, 1, []), "collective is 'scan'; known are all_reduce"),
         (Schedule("all_gather", 3, 4, []), "all_gather on 3 ranks has 4 chunks; it needs a multiple of 3"),
-        (Schedule("send", 3, 1, []), "send has 3 ranks; it moves from rank 0 to rank 1 of 2"),
         (
             Schedule("all_reduce", 10**6, 10**6, []),
             "world_size is 1000000 and there are 1000000 slots per rank; a proof",
@@ -382,7 +379,6 @@ def test_folds_count_how_often_they_hold_a_rank() -> None:
             "broadcast", 2, 1, [(0, 1, 0, 0, 0, 0), (1, 0, 0, 0, 1, 0), (2, 0, 1, 0, 1, 1)], root=1, num_scratch=1
         ),
         Schedule("all_gather", 2, 2, [(0, 0, 0, 1, 0, 0), (0, 1, 1, 0, 1, 0), (1, 0, 1, 0, 1, 1), (2, 1, 1, 0, 1, 0)]),
-        Schedule("send", 2, 1, [(0, 0, 0, 1, 0, 0), (1, 0, 0, 1, 0, 1), (2, 0, 0, 1, 0, 0)]),
     ],
 )
 def test_a_collective_that_only_moves_data_may_add_nothing_even_if_it_is_thrown_away(schedule: Schedule) -> None:

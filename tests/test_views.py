@@ -20,7 +20,7 @@ every_algorithm = pytest.mark.parametrize(("collective", "name"), PAIRS, ids=[f"
 
 
 def schedules(collective: str, name: str) -> list[Schedule]:
-    sizes = [2] if collective == "send" else [1, 2, 3, 5, 8]
+    sizes = [1, 2, 3, 5, 8]
     return [build(collective, name, n, n // 2 if collective in ROOTED else 0) for n in sizes]
 
 

@@ -15,7 +15,7 @@
 namespace farandole {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x32454c4f444e4146;  // "FANDOLE2", little endian
+constexpr std::uint64_t kMagic = 0x33454c4f444e4146;  // "FANDOLE3", little endian
 
 std::span<std::byte> map_whole(int descriptor, std::size_t size) {
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -35,6 +35,11 @@ std::size_t channel_offset(const Geometry& g, std::uint32_t src, std::uint32_t d
   return src * row + shared + (dst < src ? dst : dst - 1) * pair;
 }
 
+// Of a channel for messages, from the end of those for collectives on.
+std::size_t message_channel_offset(const Geometry& g, std::size_t src, std::size_t dst) noexcept {
+  return (src * (g.world_size - 1) + (dst < src ? dst : dst - 1)) * Channel::bytes(g, false);
+}
+
 }  // namespace
 
 Channel::Channel(std::byte* memory, const Geometry& geometry, bool shared) noexcept
@@ -49,8 +54,10 @@ std::size_t Channel::bytes(const Geometry& geometry, bool shared) noexcept {
 }
 
 std::size_t Arena::total_bytes(const Geometry& geometry) noexcept {
-  return sizeof(ArenaHeader) + geometry.world_size * sizeof(RankState) +
-         channel_offset(geometry, geometry.world_size, geometry.world_size);
+  const std::size_t n = geometry.world_size;
+  return sizeof(ArenaHeader) + n * sizeof(RankState) +
+         channel_offset(geometry, geometry.world_size, geometry.world_size) +
+         n * (n - 1) * Channel::bytes(geometry, false);
 }
 
 std::shared_ptr<Arena> Arena::create(const Geometry& geometry) {
@@ -109,9 +116,14 @@ RankState& Arena::rank(std::uint32_t rank) const noexcept {
                                        rank * sizeof(RankState));
 }
 
-Channel Arena::channel(std::uint32_t src, std::uint32_t dst) const noexcept {
-  std::byte* channels =
-      memory_.data() + sizeof(ArenaHeader) + geometry_.world_size * sizeof(RankState);
+Channel Arena::channel(std::uint32_t src, std::uint32_t dst, Traffic traffic) const noexcept {
+  const std::uint32_t n = geometry_.world_size;
+  std::byte* channels = memory_.data() + sizeof(ArenaHeader) + n * sizeof(RankState);
+  if (traffic == Traffic::messages) {
+    return {
+        channels + channel_offset(geometry_, n, n) + message_channel_offset(geometry_, src, dst),
+        geometry_, false};
+  }
   return {channels + channel_offset(geometry_, src, dst), geometry_, src == dst};
 }
 

@@ -1,8 +1,8 @@
 // The memory that the ranks of one communicator on one host share, and where everything lies in it.
 //
-// An arena holds, in this order: a header, one RankState per rank, and N x N channels. Channel (s,
-// d) carries what rank s publishes to rank d; channel (s, s) is the shared channel of s, which
-// every other rank reads.
+// An arena holds, in this order: a header, one RankState per rank, N x N channels for collectives,
+// and N x (N - 1) for messages. Channel (s, d) carries what rank s publishes to rank d. For
+// collectives there is also channel (s, s), the shared channel of s, which every other rank reads.
 //
 // A channel is a queue of `num_slots` slots. Segment i goes into slot i % num_slots; the writer
 // fills it and then stamps it with i + 1. A reader that has taken `taken` segments waits for stamp
@@ -25,8 +25,8 @@
 //
 // A slot is plain memory. The writer owns it while it is free, its readers while it is published.
 //
-// For `sleeping` and `doorbell` see RankState. stamp, taken and sleeping are used with seq_cst,
-// which contains release and acquire, as going to sleep needs more than those: a sleeper stores
+// For `sleeping` and `rings` see Doorbell. stamp, taken and sleeping are used with seq_cst, which
+// contains release and acquire, as going to sleep needs more than those: a sleeper stores
 // `sleeping` and then loads the other; its peer stores the other and then loads `sleeping`.
 // Were each pair only release and acquire, both loads could miss the other's store. All four are in
 // one order, so at least one of the two sees the other's store, and no wake-up is lost.
@@ -59,22 +59,36 @@ enum class Abort : std::uint32_t {
   requested,
   interrupted,
   out_of_memory,
-  unmapped  // it could not map the registered memory of another
+  unmapped,  // it could not map the registered memory of another
+  // These two are about the rank whose MessageRecord says more.
+  message_mismatch,
+  message_timeout
 };
 
-// What a rank is in, for the errors and the status display of other ranks. Written by its rank
-// alone, relaxed: it is a snapshot. Only `agreement` decides anything.
+// The collective that a rank is in, for the errors and the status display of other ranks. Written
+// by its rank alone, relaxed: it is a snapshot. Only `agreement` decides anything.
 struct CallRecord {
   std::atomic<std::uint64_t> sequence{0};   // calls begun
   std::atomic<std::uint64_t> finished{0};   // calls ended
   std::atomic<std::uint64_t> what{0};       // see farandole/call_records.py
   std::atomic<std::uint64_t> count{0};      // elements of the call
-  std::atomic<std::int64_t> tag{0};         // of a send
   std::atomic<std::int64_t> timeout_ns{0};  // of the call; 0 if it has none
   // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by
   // number that differ here made different calls, even if they never meet on a channel. One word,
   // so that the two belong together; relaxed.
   std::atomic<std::uint64_t> agreement{0};
+};
+
+// The message that a rank began last or, once the communicator was aborted about one, that one. For
+// the errors of other ranks; written by its rank alone, relaxed.
+struct MessageRecord {
+  std::atomic<std::uint64_t> what{0};   // see farandole/call_records.py
+  std::atomic<std::uint64_t> bytes{0};  // of this rank's buffer
+  std::atomic<std::int64_t> tag{0};
+  std::atomic<std::int64_t> timeout_ns{0};  // 0 if it has none
+  // What a receive was matched with and did not fit, if anything: as above, of the rank that sent.
+  std::atomic<std::uint64_t> arrived_what{0};
+  std::atomic<std::uint64_t> arrived_bytes{0};
 };
 
 // How other ranks open a rank's registered memory (heap.hpp). Written once, by the rank; `bytes`
@@ -85,17 +99,29 @@ struct HeapCard {
   std::atomic<std::int32_t> descriptor{0};
 };
 
-struct alignas(kCacheLine) RankState {
+// What a channel is for: whoever moves the one kind sleeps and wakes apart from the other.
+enum class Traffic : std::uint8_t { collectives, messages };
+
+// What the threads of one rank that wait for one kind of traffic sleep on.
+struct alignas(kCacheLine) Doorbell {
   // Counted up by whoever wakes this rank; this rank sleeps on it. (seq_cst, see above)
-  std::atomic<std::uint32_t> doorbell{0};
+  std::atomic<std::uint32_t> rings{0};
   // 1 while this rank is asleep or about to be. Written by this rank; reset by whoever wakes it.
   // (seq_cst)
   std::atomic<std::uint32_t> sleeping{0};
+};
+
+struct alignas(kCacheLine) RankState {
+  std::array<Doorbell, 2> doorbells;
+  Doorbell& doorbell(Traffic traffic) noexcept {
+    return doorbells[static_cast<std::size_t>(traffic)];
+  }
   // 1 once this rank has closed. Written by this rank alone, release; what it published before is
   // then visible.
   std::atomic<std::uint32_t> closed{0};
   HeapCard heap;
   alignas(kCacheLine) CallRecord call;
+  alignas(kCacheLine) MessageRecord message;
 };
 
 struct alignas(kCacheLine) ArenaHeader {
@@ -113,8 +139,9 @@ struct alignas(kCacheLine) Counter {
 
 // What a segment is.
 struct Label {
-  std::uint64_t fingerprint = 0;  // of the call
-  std::uint64_t total_bytes = 0;  // of the whole publication that it is a part of
+  std::uint64_t fingerprint = 0;  // of the call; of a message, its tag
+  // Of the whole publication that it is a part of; of a message, with the dtype (see postbox.cpp).
+  std::uint64_t total_bytes = 0;
   // If it travels mapped, where it begins in the writer's heap, plus 1; 0 if it lies in the slot.
   std::uint64_t heap_position = 0;
 };
@@ -177,7 +204,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   ArenaHeader& header() const noexcept { return *reinterpret_cast<ArenaHeader*>(memory_.data()); }
   RankState& rank(std::uint32_t rank) const noexcept;
-  Channel channel(std::uint32_t src, std::uint32_t dst) const noexcept;
+  // pre: src != dst if it is for messages
+  Channel channel(std::uint32_t src, std::uint32_t dst, Traffic traffic) const noexcept;
 
   static std::size_t total_bytes(const Geometry& geometry) noexcept;
 

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
@@ -15,6 +16,7 @@
 #include "engine.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
+#include "postbox.hpp"
 #include "repeats.hpp"
 
 namespace nb = nanobind;
@@ -60,8 +62,7 @@ std::shared_ptr<Plan> make_plan(Rows32<6> operations, Rows32<4> operands, Ints32
 
 std::shared_ptr<SettledCall> make_settled_call(std::shared_ptr<const Plan> plan, int dtype, int op,
                                                std::uint32_t divisor, std::uint64_t fingerprint,
-                                               bool sequenced, std::uint64_t what,
-                                               std::uint64_t count, std::int64_t tag,
+                                               std::uint64_t what, std::uint64_t count,
                                                std::uint64_t scheduled_bytes_sent,
                                                std::uint64_t payload_bytes,
                                                std::shared_ptr<Tally> tally) {
@@ -76,10 +77,8 @@ std::shared_ptr<SettledCall> make_settled_call(std::shared_ptr<const Plan> plan,
   call->plan = std::move(plan);
   call->divisor = divisor;
   call->fingerprint = fingerprint;
-  call->sequenced = sequenced;
   call->what = what;
   call->count = count;
-  call->tag = tag;
   call->scheduled_bytes_sent = scheduled_bytes_sent;
   call->payload_bytes = payload_bytes;
   call->tally = std::move(tally);
@@ -99,7 +98,8 @@ ReceiptTuple as_tuple(const Receipt& receipt) {
 }
 
 // Waits in slices, so that Ctrl-C works. False if `timeout_s` was over first.
-bool wait_for_work(Work& work, double timeout_s) {
+template <typename Waitable>
+bool wait_for_work(Waitable& work, double timeout_s) {
   constexpr std::chrono::milliseconds kSlice{50};
   const auto start = std::chrono::steady_clock::now();
   const std::chrono::duration<double> limit(timeout_s);
@@ -134,24 +134,69 @@ Bytes allocate(Engine& engine, std::size_t num_bytes) {
   return Bytes(reinterpret_cast<std::uint8_t*>(memory), {num_bytes}, capsule);
 }
 
-using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                             std::int64_t, double, bool>;
+// A message, and what moves it.
+struct PostedMessage {
+  std::shared_ptr<Postbox> postbox;
+  std::shared_ptr<Message> message;
+
+  bool is_done() const noexcept { return message->is_done(); }
+  void wait_for(std::chrono::nanoseconds timeout) { postbox->wait_for(*message, timeout); }
+};
+
+PostedMessage post_message(std::shared_ptr<Postbox> postbox, bool sends, std::uintptr_t data,
+                           std::uint64_t num_bytes, std::optional<std::uint32_t> peer,
+                           std::int64_t tag, std::uint8_t dtype, double timeout_s, bool waits) {
+  auto message =
+      std::make_shared<Message>(sends, peer.value_or(kAnySource), Envelope{tag, num_bytes, dtype},
+                                reinterpret_cast<std::byte*>(data));
+  bool raised = false;
+  {
+    WithoutGil released;
+    postbox->post(message, timeout_of(timeout_s), waits,
+                  [&] { return raised = raised || released.signal_raised(); });
+  }
+  if (raised) throw nb::python_error();
+  return {std::move(postbox), std::move(message)};
+}
+
+double seconds_of(const std::atomic<std::int64_t>& timeout_ns) {
+  const std::int64_t nanoseconds = timeout_ns.load(std::memory_order_relaxed);
+  return nanoseconds > 0 ? static_cast<double>(nanoseconds) * 1e-9 : HUGE_VAL;
+}
+
+using CallTuple =
+    std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double, bool>;
 
 std::vector<CallTuple> calls_of(const Engine& engine) {
   std::vector<CallTuple> calls;
   const Arena& arena = engine.arena();
   for (std::uint32_t rank = 0; rank < arena.geometry().world_size; ++rank) {
     const RankState& state = arena.rank(rank);
-    const auto timeout_ns = state.call.timeout_ns.load(std::memory_order_relaxed);
     calls.emplace_back(state.call.sequence.load(std::memory_order_relaxed),
                        state.call.finished.load(std::memory_order_relaxed),
                        state.call.what.load(std::memory_order_relaxed),
                        state.call.count.load(std::memory_order_relaxed),
-                       state.call.tag.load(std::memory_order_relaxed),
-                       timeout_ns > 0 ? static_cast<double>(timeout_ns) * 1e-9 : HUGE_VAL,
+                       seconds_of(state.call.timeout_ns),
                        state.closed.load(std::memory_order_acquire) != 0);
   }
   return calls;
+}
+
+using MessageTuple =
+    std::tuple<std::uint64_t, std::uint64_t, std::int64_t, double, std::uint64_t, std::uint64_t>;
+
+std::vector<MessageTuple> messages_of(const Engine& engine) {
+  std::vector<MessageTuple> messages;
+  const Arena& arena = engine.arena();
+  for (std::uint32_t rank = 0; rank < arena.geometry().world_size; ++rank) {
+    const MessageRecord& record = arena.rank(rank).message;
+    messages.emplace_back(record.what.load(std::memory_order_relaxed),
+                          record.bytes.load(std::memory_order_relaxed),
+                          record.tag.load(std::memory_order_relaxed), seconds_of(record.timeout_ns),
+                          record.arrived_what.load(std::memory_order_relaxed),
+                          record.arrived_bytes.load(std::memory_order_relaxed));
+  }
+  return messages;
 }
 
 }  // namespace
@@ -192,7 +237,7 @@ NB_MODULE(_native, module) {
 
   nb::class_<Work>(module, "Work")
       .def("is_done", &Work::is_done)
-      .def("wait", &wait_for_work, "timeout_s"_a)
+      .def("wait", &wait_for_work<Work>, "timeout_s"_a)
       .def("receipt", [](const Work& work) { return as_tuple(work.receipt()); });
 
   nb::class_<Tally>(module, "Tally")
@@ -210,8 +255,7 @@ NB_MODULE(_native, module) {
 
   nb::class_<SettledCall>(module, "SettledCall")
       .def(nb::new_(&make_settled_call), "plan"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-           "sequenced"_a, "what"_a, "count"_a, "tag"_a, "scheduled_bytes_sent"_a, "payload_bytes"_a,
-           "tally"_a);
+           "what"_a, "count"_a, "scheduled_bytes_sent"_a, "payload_bytes"_a, "tally"_a);
 
   nb::class_<Engine>(module, "Engine")
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
@@ -252,7 +296,28 @@ NB_MODULE(_native, module) {
            })
       .def("allocate", &allocate, "num_bytes"_a)
       .def("calls", &calls_of)
+      .def("messages", &messages_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
+
+  nb::class_<PostedMessage>(module, "Message")
+      .def("is_done", &PostedMessage::is_done)
+      .def("wait", &wait_for_work<PostedMessage>, "timeout_s"_a)
+      .def("receipt",
+           [](const PostedMessage& posted) { return as_tuple(posted.message->receipt()); })
+      .def("source", [](const PostedMessage& posted) {
+        const std::uint32_t source = posted.message->source();
+        return source == kAnySource ? std::optional<std::uint32_t>() : source;
+      });
+
+  nb::class_<Postbox>(module, "Postbox")
+      .def(
+          nb::new_([](std::shared_ptr<Engine> engine) { return Postbox::make(std::move(engine)); }),
+          "engine"_a)
+      .def("post", &post_message, "sends"_a, "data"_a, "num_bytes"_a, "peer"_a.none(), "tag"_a,
+           "dtype"_a, "timeout_s"_a, "waits"_a)
+      .def_prop_ro("sends", &Postbox::sends)
+      .def_prop_ro("receives", &Postbox::receives)
+      .def("close", &Postbox::close, nb::call_guard<WithoutGil>());
 
   nb::class_<Repeats>(module, "Repeats")
       .def(nb::init<std::shared_ptr<Engine>>(), "engine"_a)

@@ -11,24 +11,24 @@
 
 namespace farandole {
 
-// Wakes `rank` if it sleeps. Call it after a seq_cst store of the counter that it may be waiting
-// for.
-inline void wake(RankState& rank) noexcept {
-  if (rank.sleeping.load(std::memory_order_seq_cst) == 0) return;
-  rank.sleeping.store(0, std::memory_order_seq_cst);
-  rank.doorbell.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake_all(rank.doorbell);
+// Wakes whoever sleeps on `doorbell`. Call it after a seq_cst store of the counter that it may be
+// waiting for.
+inline void wake(Doorbell& doorbell) noexcept {
+  if (doorbell.sleeping.load(std::memory_order_seq_cst) == 0) return;
+  doorbell.sleeping.store(0, std::memory_order_seq_cst);
+  doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(doorbell.rings);
 }
 
 class Writer {
  public:
   Writer() = default;
-  Writer(const Arena& arena, std::uint32_t src, std::uint32_t dst)
-      : channel_(arena.channel(src, dst)), num_slots_(arena.geometry().num_slots) {
+  Writer(const Arena& arena, std::uint32_t src, std::uint32_t dst, Traffic traffic)
+      : channel_(arena.channel(src, dst, traffic)), num_slots_(arena.geometry().num_slots) {
     for (std::uint32_t reader = 0; reader < arena.geometry().world_size; ++reader) {
       if (src == dst ? reader != src : reader == dst) {
         readers_.push_back(reader);
-        states_.push_back(&arena.rank(reader));
+        doorbells_.push_back(&arena.rank(reader).doorbell(traffic));
       }
     }
   }
@@ -63,7 +63,7 @@ class Writer {
     }
     header.stamp.store(++published_, std::memory_order_seq_cst);
     slot_ = slot_ + 1 == num_slots_ ? 0 : slot_ + 1;
-    for (RankState* state : states_) wake(*state);
+    for (Doorbell* doorbell : doorbells_) wake(*doorbell);
   }
 
   std::size_t num_readers() const noexcept { return readers_.size(); }
@@ -79,7 +79,7 @@ class Writer {
 
   Channel channel_;
   std::vector<std::uint32_t> readers_;
-  std::vector<RankState*> states_;
+  std::vector<Doorbell*> doorbells_;  // of the readers
   std::uint32_t num_slots_ = 1;
   std::uint32_t slot_ = 0;  // of the next segment
   std::uint64_t published_ = 0;
@@ -89,9 +89,10 @@ class Writer {
 class Reader {
  public:
   Reader() = default;
-  Reader(const Arena& arena, std::uint32_t src, std::uint32_t dst, std::uint32_t reader)
-      : channel_(arena.channel(src, dst)),
-        writer_(&arena.rank(src)),
+  Reader(const Arena& arena, std::uint32_t src, std::uint32_t dst, std::uint32_t reader,
+         Traffic traffic)
+      : channel_(arena.channel(src, dst, traffic)),
+        writer_(&arena.rank(src).doorbell(traffic)),
         reader_(reader),
         num_slots_(arena.geometry().num_slots) {}
 
@@ -112,7 +113,7 @@ class Reader {
 
  private:
   Channel channel_;
-  RankState* writer_ = nullptr;
+  Doorbell* writer_ = nullptr;
   std::uint32_t reader_ = 0;
   std::uint32_t num_slots_ = 1;
   std::uint32_t slot_ = 0;  // of the next segment

@@ -12,10 +12,7 @@
 #include <system_error>
 
 #include "copy.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "waiting.hpp"
 
 namespace farandole {
 namespace {
@@ -25,17 +22,6 @@ using Clock = std::chrono::steady_clock;
 // How often a thread lets others of its core run before it sleeps, where another thread of this
 // process is about to give it something to do: to be woken takes longer than that.
 constexpr int kYieldsBetweenThreads = 100;
-
-// Between two looks at deadlines, dead peers and signals while asleep.
-constexpr std::chrono::milliseconds kSlice{50};
-
-void pause_briefly() noexcept {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Mixes all calls before into a call's fingerprint, so that no call passes for another, and ranks
 // that differed in one call are found out at the next, even if they never met in it.
@@ -57,10 +43,6 @@ std::uint64_t num_forks() noexcept {
   [[maybe_unused]] static const int registered =
       pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
   return count.load(std::memory_order_relaxed);
-}
-
-void add(std::atomic<std::uint64_t>& sum, std::uint64_t value) noexcept {
-  sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -219,15 +201,16 @@ bool Engine::is_forked() const noexcept { return num_forks() != forks_; }
 
 void Engine::ring_all() noexcept {
   for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
-    RankState& state = arena_->rank(peer);
-    state.doorbell.fetch_add(1, std::memory_order_seq_cst);
-    futex_wake_all(state.doorbell);
+    for (Doorbell& doorbell : arena_->rank(peer).doorbells) {
+      doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
+      futex_wake_all(doorbell.rings);
+    }
   }
 }
 
 Writer& Engine::writer(std::uint32_t channel) {
   auto& end = writers_[channel];
-  if (!end) end = std::make_unique<Writer>(*arena_, rank_, channel);
+  if (!end) end = std::make_unique<Writer>(*arena_, rank_, channel, Traffic::collectives);
   return *end;
 }
 
@@ -236,7 +219,7 @@ Reader& Engine::reader(std::uint32_t channel) {
   if (!end) {
     const bool shared = channel >= world_size_;
     const std::uint32_t src = shared ? channel - world_size_ : channel;
-    end = std::make_unique<Reader>(*arena_, src, shared ? src : rank_, rank_);
+    end = std::make_unique<Reader>(*arena_, src, shared ? src : rank_, rank_, Traffic::collectives);
   }
   return *end;
 }
@@ -264,17 +247,12 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   CallRecord& record = arena_->rank(rank_).call;
   record.what.store(settled.what, std::memory_order_relaxed);
   record.count.store(settled.count, std::memory_order_relaxed);
-  record.tag.store(settled.tag, std::memory_order_relaxed);
   record.timeout_ns.store(call.timeout ? call.timeout->count() : 0, std::memory_order_relaxed);
-  if (settled.sequenced) {
-    ++sequence_;
-    history_ = call_fingerprint_ = mix(settled.fingerprint, history_);
-    past_[sequence_ % past_.size()] = static_cast<std::uint32_t>(history_);
-    record.sequence.store(sequence_, std::memory_order_relaxed);
-    record.agreement.store(agreement(), std::memory_order_relaxed);
-  } else {
-    call_fingerprint_ = mix(settled.fingerprint, 0);
-  }
+  ++sequence_;
+  history_ = mix(settled.fingerprint, history_);
+  past_[sequence_ % past_.size()] = static_cast<std::uint32_t>(history_);
+  record.sequence.store(sequence_, std::memory_order_relaxed);
+  record.agreement.store(agreement(), std::memory_order_relaxed);
 
   if (plan.work_bytes() > work_capacity_) {
     work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());
@@ -297,7 +275,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
     }
   }
   if (receipt.status != Abort::none) return receipt;
-  if (settled.sequenced) record.finished.store(sequence_, std::memory_order_relaxed);
+  record.finished.store(sequence_, std::memory_order_relaxed);
   if (settled.tally) {
     Tally& tally = *settled.tally;
     add(tally.calls, 1);
@@ -383,7 +361,7 @@ bool Engine::publish_segment(std::uint32_t index, std::size_t offset, std::size_
   Writer& end = writer(operation.channel);
   if (!end.has_room()) return false;
   const std::byte* whole = at(operation.place, call);
-  Label label{call_fingerprint_, operation.bytes};
+  Label label{history_, operation.bytes};
   const Heap* heap = own_heap_.load(std::memory_order_acquire);
   if (heap != nullptr && done_[index] == 0 && operation.mapped &&
       operation.bytes >= tuning_.smallest_mapped_bytes && heap->contains(whole, operation.bytes)) {
@@ -412,7 +390,7 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
     }
     const Reader& end = reader(operand.channel);
     const Label label = end.label();
-    if (label.fingerprint != call_fingerprint_ || label.total_bytes != operation.bytes) {
+    if (label.fingerprint != history_ || label.total_bytes != operation.bytes) {
       abort(Abort::mismatch, operand.peer);
       std::tie(receipt.status, receipt.subject) = aborted();
       return false;
@@ -504,10 +482,10 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
     sched_yield();
     if (moves(call, receipt)) return;
   }
-  RankState& self = arena_->rank(rank_);
+  Doorbell& doorbell = arena_->rank(rank_).doorbell(Traffic::collectives);
   while (true) {
-    const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
-    self.sleeping.store(1, std::memory_order_seq_cst);
+    const std::uint32_t rings = doorbell.rings.load(std::memory_order_seq_cst);
+    doorbell.sleeping.store(1, std::memory_order_seq_cst);
     const bool moved = moves(call, receipt);
     if (!moved) {
       std::tie(receipt.status, receipt.subject) = aborted();
@@ -515,14 +493,14 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
         const auto left =
             std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
         if (left > std::chrono::nanoseconds::zero()) {
-          futex_wait(self.doorbell, bell, std::min<std::chrono::nanoseconds>(kSlice, left));
+          futex_wait(doorbell.rings, rings, std::min<std::chrono::nanoseconds>(kSlice, left));
         } else {
           abort(Abort::timeout, rank_);
           std::tie(receipt.status, receipt.subject) = aborted();
         }
       }
     }
-    self.sleeping.store(0, std::memory_order_seq_cst);
+    doorbell.sleeping.store(0, std::memory_order_seq_cst);
     if (moved || receipt.status != Abort::none || moves(call, receipt)) return;
     if (interrupted && interrupted()) abort(Abort::interrupted, rank_);
     check_peers(call);
@@ -563,7 +541,7 @@ void Engine::check_readers(const Writer& end, bool whole) {
 
 // Aborts if a rank is in another call, or if an operation waits for a rank that will never come.
 void Engine::check_peers(const Call& call) {
-  if (call.settled->sequenced) check_agreement(false);
+  check_agreement(false);
   const Plan& plan = *call.settled->plan;
   for (const std::uint32_t index : mapped_) {
     const Plan::Operation& operation = plan.operations()[index];

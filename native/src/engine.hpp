@@ -25,20 +25,9 @@
 #include "heap.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
+#include "tally.hpp"
 
 namespace farandole {
-
-// What finished runs moved, in sum. Written by whoever holds an engine's turn, read by any thread;
-// relaxed: a snapshot.
-struct Tally : std::enable_shared_from_this<Tally> {
-  std::atomic<std::uint64_t> calls{0};
-  std::atomic<std::uint64_t> bytes_sent{0};
-  std::atomic<std::uint64_t> bytes_received{0};
-  std::atomic<std::uint64_t> bytes_mapped{0};
-  std::atomic<std::uint64_t> scheduled_bytes_sent{0};
-  std::atomic<std::uint64_t> payload_bytes{0};
-  std::atomic<std::uint64_t> nanoseconds{0};
-};
 
 // A call with all that is known of it before its buffers are.
 struct SettledCall : std::enable_shared_from_this<SettledCall> {
@@ -46,10 +35,8 @@ struct SettledCall : std::enable_shared_from_this<SettledCall> {
   CombineFunction combine = nullptr;  // null where nothing is reduced
   std::uint32_t divisor = 1;          // of completed sums
   std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
-  bool sequenced = true;   // false for send and receive, which not all ranks take part in
-  std::uint64_t what = 0;  // this, count and tag: see CallRecord
+  std::uint64_t what = 0;             // this and count: see CallRecord
   std::uint64_t count = 0;
-  std::int64_t tag = 0;
   std::uint64_t scheduled_bytes_sent = 0;
   std::uint64_t payload_bytes = 0;
   std::shared_ptr<Tally> tally;
@@ -123,6 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::uint32_t rank() const noexcept { return rank_; }
   const Arena& arena() const noexcept { return *arena_; }
+  const Tuning& tuning() const noexcept { return tuning_; }
 
   // Runs `call` and returns when this rank's part is done. After calls that were submitted before.
   // Throws NestedCall if called from within a run, by what `interrupted` does.
@@ -130,11 +118,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Runs `call` on the engine's own thread, after all calls before it.
   std::shared_ptr<Work> submit(const Call& call);
 
-  // Ends all runs of all ranks. The first abort of a communicator decides; later ones change
-  // nothing.
+  // Ends all runs and messages of all ranks. The first abort of a communicator decides; later ones
+  // change nothing.
   void abort(Abort reason, std::uint32_t subject) noexcept;
   // Abort::none while the communicator is in order; with the rank it is about.
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
+  // Whether `peer` has closed, or its process has ended: it will publish nothing more.
+  bool is_gone(std::uint32_t peer) const noexcept;
   // Whether this process was forked from the one that made this engine: then nothing here works.
   bool is_forked() const noexcept;
   // Memory that the other ranks read in place, made when first asked for. From any thread.
@@ -171,7 +161,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_peers(const Call& call);
   void check_readers(const Writer& end, bool whole);
   std::uint64_t agreement() const noexcept;  // see CallRecord
-  bool is_gone(std::uint32_t peer) const noexcept;
   void ring_all() noexcept;
   void finish_close() noexcept;
   void serve();
@@ -202,9 +191,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<std::byte[]> work_memory_;
   std::size_t work_capacity_ = 0;
   std::uint64_t sequence_ = 0;  // collectives begun
-  std::uint64_t history_ =
-      0;  // fingerprint of the last collective, which holds those of all before
-  std::uint64_t call_fingerprint_ = 0;
+  // Fingerprint of the last collective, which holds those of all before; every segment has it.
+  std::uint64_t history_ = 0;
   // Low halves of history_ as they were, by number of the collective: for ranks that are behind.
   std::array<std::uint32_t, 64> past_{};
 

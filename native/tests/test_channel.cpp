@@ -30,39 +30,39 @@ std::size_t expected_bytes(std::uint64_t number, std::size_t slot_bytes) {
 // Waits as the engine does: looks for a while, then announces that it sleeps, looks again, and
 // sleeps.
 template <typename Condition>
-void wait_until(RankState& self, const Condition& holds) {
+void wait_until(Doorbell& self, const Condition& holds) {
   for (int spin = 0; spin < 50; ++spin) {
     if (holds()) return;
   }
   while (true) {
-    const std::uint32_t bell = self.doorbell.load(std::memory_order_seq_cst);
+    const std::uint32_t bell = self.rings.load(std::memory_order_seq_cst);
     self.sleeping.store(1, std::memory_order_seq_cst);
     const bool now = holds();
     // A lost wake-up shows as a test that runs into its time limit: the sleep is far longer than
     // the test.
-    if (!now) futex_wait(self.doorbell, bell, std::chrono::minutes(10));
+    if (!now) futex_wait(self.rings, bell, std::chrono::minutes(10));
     self.sleeping.store(0, std::memory_order_seq_cst);
     if (now || holds()) return;
   }
 }
 
-void write_all(const Arena& arena, std::uint32_t src, std::uint32_t dst) {
-  Writer writer(arena, src, dst);
+void write_all(const Arena& arena, std::uint32_t src, std::uint32_t dst, Traffic traffic) {
+  Writer writer(arena, src, dst, traffic);
   std::vector<std::byte> message(arena.geometry().slot_bytes);
   for (std::uint64_t number = 0; number < kMessages; ++number) {
     const std::size_t bytes = expected_bytes(number, message.size());
     for (std::size_t i = 0; i < bytes; ++i) message[i] = expected_byte(src, number, i);
-    wait_until(arena.rank(src), [&] { return writer.has_room(); });
+    wait_until(arena.rank(src).doorbell(traffic), [&] { return writer.has_room(); });
     writer.publish(message.data(), bytes, {number, bytes});
   }
 }
 
 std::uint64_t count_wrong(const Arena& arena, std::uint32_t src, std::uint32_t dst,
-                          std::uint32_t reader_rank) {
-  Reader reader(arena, src, dst, reader_rank);
+                          std::uint32_t reader_rank, Traffic traffic) {
+  Reader reader(arena, src, dst, reader_rank, traffic);
   std::uint64_t wrong = 0;
   for (std::uint64_t number = 0; number < kMessages; ++number) {
-    wait_until(arena.rank(reader_rank), [&] { return reader.has_data(); });
+    wait_until(arena.rank(reader_rank).doorbell(traffic), [&] { return reader.has_data(); });
     const std::size_t bytes = expected_bytes(number, arena.geometry().slot_bytes);
     const Label label = reader.label();
     wrong += label.fingerprint != number || label.total_bytes != bytes;
@@ -74,34 +74,35 @@ std::uint64_t count_wrong(const Arena& arena, std::uint32_t src, std::uint32_t d
   return wrong;
 }
 
-void test_pair(std::uint32_t num_slots) {
+void test_pair(std::uint32_t num_slots, Traffic traffic) {
   const auto arena = Arena::create({2, num_slots, 128, 1});
   std::uint64_t wrong = 0;
-  std::thread reading([&] { wrong = count_wrong(*arena, 0, 1, 1); });
-  write_all(*arena, 0, 1);
+  std::thread reading([&] { wrong = count_wrong(*arena, 0, 1, 1, traffic); });
+  write_all(*arena, 0, 1, traffic);
   reading.join();
   testing::check_equal(wrong, std::uint64_t{0});
 }
 
 void test_shared(std::uint32_t num_slots) {
   constexpr std::uint32_t kRanks = 4;
+  constexpr Traffic kTraffic = Traffic::collectives;
   const auto arena = Arena::create({kRanks, num_slots, 64, 2});
   std::array<std::uint64_t, kRanks> wrong{};
   std::vector<std::thread> readers;
   for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
     if (rank == 1) continue;
-    readers.emplace_back([&, rank] { wrong[rank] = count_wrong(*arena, 1, 1, rank); });
+    readers.emplace_back([&, rank] { wrong[rank] = count_wrong(*arena, 1, 1, rank, kTraffic); });
   }
-  write_all(*arena, 1, 1);
+  write_all(*arena, 1, 1, kTraffic);
   for (auto& reader : readers) reader.join();
   for (const std::uint64_t count : wrong) testing::check_equal(count, std::uint64_t{0});
 }
 
 void test_room() {
   const auto arena = Arena::create({3, 2, 64, 3});
-  Writer shared(*arena, 0, 0);
-  Reader first(*arena, 0, 0, 1);
-  Reader second(*arena, 0, 0, 2);
+  Writer shared(*arena, 0, 0, Traffic::collectives);
+  Reader first(*arena, 0, 0, 1, Traffic::collectives);
+  Reader second(*arena, 0, 0, 2, Traffic::collectives);
   const std::array<std::byte, 4> data{};
   shared.publish(data.data(), data.size(), {1, 4});
   testing::check(shared.has_room(), "shared.has_room()");
@@ -120,8 +121,11 @@ void test_layout() {
   const auto arena = Arena::create({5, 3, 192, 4});
   std::vector<const std::byte*> starts;
   for (std::uint32_t src = 0; src < 5; ++src) {
-    for (std::uint32_t dst = 0; dst < 5; ++dst) {
-      const Channel channel = arena->channel(src, dst);
+    for (std::uint32_t index = 0; index < 10; ++index) {
+      const std::uint32_t dst = index % 5;
+      const Traffic traffic = index < 5 ? Traffic::collectives : Traffic::messages;
+      if (src == dst && traffic == Traffic::messages) continue;
+      const Channel channel = arena->channel(src, dst, traffic);
       starts.push_back(reinterpret_cast<const std::byte*>(&channel.taken(dst)));
       testing::check_equal(reinterpret_cast<std::uintptr_t>(&channel.taken(dst)) % kCacheLine,
                            std::uintptr_t{0});
@@ -148,7 +152,8 @@ int main() {
   farandole::test_layout();
   farandole::test_room();
   for (const std::uint32_t num_slots : {1U, 2U, 5U}) {
-    farandole::test_pair(num_slots);
+    farandole::test_pair(num_slots, farandole::Traffic::collectives);
+    farandole::test_pair(num_slots, farandole::Traffic::messages);
     farandole::test_shared(num_slots);
   }
   return farandole::testing::report();

@@ -255,7 +255,7 @@ void test_a_mapped_reader_that_is_gone() {
     receipt = engine.run(call, {});
     ended = true;
   });
-  Reader reader(*arena, 0, 1, 1);
+  Reader reader(*arena, 0, 1, 1, Traffic::collectives);
   while (!reader.has_data()) std::this_thread::yield();
   testing::check(!ended, "the call lasts until its reader is through");
   testing::check_equal(reader.label().heap_position, heap->offset_of(memory) + 1);

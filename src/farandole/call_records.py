@@ -1,5 +1,5 @@
 """What a rank says it is doing: packed into a few numbers that every rank of its communicator can read, and unpacked
-again for errors."""
+again for errors. One record tells of its collectives, one of its messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from farandole.collectives import COLLECTIVES
 from farandole.dtypes import DTYPES, REDUCE_OPS, DType
 from farandole.schedule import Schedule
 
-__all__ = ["CALLS", "CallRecord", "pack_call"]
+__all__ = ["CALLS", "CallRecord", "MessageRecord", "pack_call"]
 
-CALLS = (*COLLECTIVES, "recv", "split")
+CALLS = (*COLLECTIVES, "split")
 """What a user can call: the collectives, and what else runs as one of them."""
+
+_ANY_SOURCE = 2**32 - 1
 
 _DTYPES_BY_CODE = {dtype.code: name for name, dtype in DTYPES.items()}
 _OPS_BY_CODE = {code: name for name, code in REDUCE_OPS.items()}
@@ -23,23 +25,20 @@ _CUSTOM = 255
 _RANK_ARGUMENTS = {
     "broadcast": "src",
     "scatter": "src",
-    "recv": "src",
     "reduce": "dst",
     "gather": "dst",
-    "send": "dst",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """The last call that a rank began.
+    """The last collective that a rank began.
 
     Attributes:
         sequence: collectives begun.
         finished: of those, ended.
         what: the call, see `pack_call`.
         count: elements of the array that the rank gave.
-        tag: of a send or recv.
         timeout_s: how long the rank waits in it; infinite if for ever.
         closed: whether the rank closed its communicator.
     """
@@ -48,7 +47,6 @@ class CallRecord:
     finished: int
     what: int
     count: int
-    tag: int
     timeout_s: float
     closed: bool
 
@@ -56,8 +54,6 @@ class CallRecord:
         """As in "rank 3: ..."."""
         if self.what == 0:
             return "no call yet"
-        if self.name in ("send", "recv"):
-            return self.describe()
         finished = ", which it has finished" if self.finished == self.sequence else ""
         return f"{self.describe()}, collective number {self.sequence}{finished}"
 
@@ -79,13 +75,61 @@ class CallRecord:
             arguments.append(_OPS_BY_CODE[op])
         if self.name in _RANK_ARGUMENTS:
             arguments.append(f"{_RANK_ARGUMENTS[self.name]}={rank}")
-        if self.tag:
-            arguments.append(f"tag={self.tag}")
         if algorithm == _CUSTOM:
             arguments.append("algorithm=a schedule of the caller's own")
         elif algorithm:
             arguments.append(f"algorithm={algorithms.names(self.name)[algorithm - 1]!r}")
         return arguments
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRecord:
+    """The last message that a rank began or, where the communicator stopped for one of its messages, that one.
+
+    Attributes:
+        what: lowest first: 8 bits for "send" (1) or "recv" (2), 8 for the dtype, and from 32 on the peer.
+        nbytes: of the array that the rank gave.
+        tag: of the message.
+        timeout_s: how long it may take; infinite if for ever.
+        arrived_what, arrived_nbytes: the message that a recv did not fit; its peer is the rank that sent it.
+    """
+
+    what: int
+    nbytes: int
+    tag: int
+    timeout_s: float
+    arrived_what: int
+    arrived_nbytes: int
+
+    @property
+    def peer(self) -> int | None:
+        """The other rank; None if any."""
+        peer = self.what >> 32
+        return None if peer == _ANY_SOURCE else peer
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is a send; else it is a recv."""
+        return self.what & 0xFF == 1
+
+    @property
+    def arrived_from(self) -> int:
+        """The rank whose message this recv did not fit."""
+        return self.arrived_what >> 32
+
+    def describe(self) -> str:
+        """The call, as the user would write it."""
+        name, role = ("send", "dst") if self.is_send else ("recv", "src")
+        return self._text(name, self.what, self.nbytes, f"{role}={self.peer}")
+
+    def describe_arrived(self, dst: int) -> str:
+        """The send to rank ``dst`` that this recv did not fit, as the user would write it."""
+        return self._text("send", self.arrived_what, self.arrived_nbytes, f"dst={dst}")
+
+    def _text(self, name: str, what: int, nbytes: int, peer: str) -> str:
+        dtype = _DTYPES_BY_CODE[what >> 8 & 0xFF]
+        tag = f", tag={self.tag}" if self.tag else ""
+        return f"{name}({nbytes // DTYPES[dtype].itemsize} x {dtype}, {peer}{tag})"
 
 
 def pack_call(
@@ -96,7 +140,7 @@ def pack_call(
     rank: int,
 ) -> int:
     """A call in 64 bits, lowest first: 8 for its place in `CALLS`, counted from 1, 8 for the dtype, 8 for the op, 8 for
-    the algorithm if one was named, and the root or peer."""
+    the algorithm if one was named, and the root."""
     op = _NO_OP if op_code < 0 else op_code
     named = algorithms.names(call).index(algorithm) + 1 if isinstance(algorithm, str) else _CUSTOM
     return CALLS.index(call) + 1 | dtype.code << 8 | op << 16 | (named if algorithm else 0) << 24 | rank << 32

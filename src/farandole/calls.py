@@ -47,8 +47,6 @@ class Signature(NamedTuple):
         output_counts: in all_to_all, the elements received per rank; None elsewhere.
         algorithm: None to let `farandole.selector` choose.
         root: source or destination rank, where there is one.
-        pair: (src, dst) of a send, in the communicator's ranks.
-        tag: of a send.
         caller: what the user called, where it is not the collective's own name.
     """
 
@@ -59,8 +57,6 @@ class Signature(NamedTuple):
     output_counts: tuple[int, ...] | None = None
     algorithm: Algorithm | None = None
     root: int = 0
-    pair: tuple[int, int] | None = None
-    tag: int = 0
     caller: str = ""
 
 
@@ -95,12 +91,12 @@ class Call(NamedTuple):
     Attributes:
         signature: what was asked for.
         native: the call as the engine knows it.
-        record: what, count and tag of the `CallRecord` that other ranks can read.
+        record: what and count of the `CallRecord` that other ranks can read.
     """
 
     signature: Signature
     native: _native.SettledCall
-    record: tuple[int, int, int]
+    record: tuple[int, int]
 
 
 class Proof(NamedTuple):
@@ -162,8 +158,7 @@ class CallTable:
         payload_bytes = sum(signature.counts) * signature.dtype.itemsize
         schedule = self._schedule(signature, payload_bytes)
         proof = prove(schedule)
-        ranks = signature.pair or tuple(range(self.world_size))
-        program = proof.programs[ranks.index(self.rank)]
+        program = proof.programs[self.rank]
         if signature.collective == "all_to_all":
             _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)
         plan = bind(
@@ -171,25 +166,21 @@ class CallTable:
             program,
             signature.counts,
             signature.output_counts,
-            ranks=ranks,
-            world_size=self.world_size,
             itemsize=signature.dtype.itemsize,
             max_segment_bytes=self.max_segment_bytes,
         )
         op_code = -1 if signature.op is None else REDUCE_OPS[signature.op]
         sent = sent_elements(proof.interpretation, program.rank, signature.counts, signature.output_counts)
         record = self._record(signature, op_code)
-        what, count, tag = record
+        what, count = record
         native = _native.SettledCall(
             plan=plan,
             dtype=signature.dtype.code,
             op=op_code,
             divisor=self.world_size if signature.op == "avg" else 1,
             fingerprint=_fingerprint(signature, schedule),
-            sequenced=signature.pair is None,
             what=what,
             count=count,
-            tag=tag,
             scheduled_bytes_sent=sent * signature.dtype.itemsize,
             payload_bytes=payload_bytes,
             tally=self.tallies.setdefault((signature.collective, schedule.name), _native.Tally()),
@@ -198,26 +189,20 @@ class CallTable:
 
     def stats(self) -> list[CollectiveStats]:
         """What finished calls did, per collective and algorithm."""
-        entries = []
-        for (collective, algorithm), tally in list(self.tallies.items()):
-            figures = tally.read()
-            if figures[0]:
-                entries.append(CollectiveStats(collective, algorithm, *figures))
-        return entries
+        entries = [
+            CollectiveStats(name, algorithm, *tally.read()) for (name, algorithm), tally in list(self.tallies.items())
+        ]
+        return [entry for entry in entries if entry.calls]
 
-    def _record(self, signature: Signature, op_code: int) -> tuple[int, int, int]:
-        call, rank = signature.caller or signature.collective, signature.root
-        if signature.pair is not None:
-            src, dst = signature.pair
-            call, rank = ("send", dst) if src == self.rank else ("recv", src)
+    def _record(self, signature: Signature, op_code: int) -> tuple[int, int]:
+        call = signature.caller or signature.collective
         own_part = signature.collective in ("all_gather", "gather", "scatter")
         count = signature.counts[self.rank] if own_part else sum(signature.counts)
-        what = pack_call(call, signature.dtype, op_code, signature.algorithm, rank)
-        return what, count, signature.tag
+        what = pack_call(call, signature.dtype, op_code, signature.algorithm, signature.root)
+        return what, count
 
     def _schedule(self, signature: Signature, payload_bytes: int) -> Schedule:
-        algorithm, collective = signature.algorithm, signature.collective
-        world_size = self.world_size if signature.pair is None else 2
+        algorithm, collective, world_size = signature.algorithm, signature.collective, self.world_size
         if algorithm is None:
             algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration)
         if isinstance(algorithm, str):
@@ -285,8 +270,6 @@ def _fingerprint(signature: Signature, schedule: Schedule) -> int:
         signature.dtype.name,
         signature.op,
         counts,
-        signature.pair,
-        signature.tag,
         signature.caller,
     ]
     return int.from_bytes(hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest(), "little")

@@ -31,9 +31,8 @@ COLLECTIVES = (
     "scatter",
     "all_to_all",
     "barrier",
-    "send",
 )
-"""Every collective a schedule may claim; "send" moves chunks from rank 0 to rank 1 of a world of two."""
+"""Every collective a schedule may claim."""
 
 _PARTED = {"reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"}
 _REDUCING = {"all_reduce", "reduce_scatter", "reduce", "barrier"}
@@ -97,8 +96,6 @@ def _require_known(schedule: Schedule) -> None:
             f"{schedule.collective} on {schedule.world_size} ranks has {schedule.num_chunks} chunks; "
             f"it needs a multiple of {schedule.world_size}, so that every rank owns equally many"
         )
-    if schedule.collective == "send" and schedule.world_size != 2:
-        raise MalformedScheduleError(f"send has {schedule.world_size} ranks; it moves from rank 0 to rank 1 of 2")
 
 
 def _everywhere(schedule: Schedule) -> Iterator[tuple[int, int]]:
@@ -171,13 +168,6 @@ def _all_to_all(schedule: Schedule) -> Promise:
     return Promise({(r, c): r * schedule.num_chunks + c for r, c in _everywhere(schedule)}, after)
 
 
-def _send(schedule: Schedule) -> Promise:
-    return Promise(
-        {(0, c): c for c in range(schedule.num_chunks)},
-        {(1, c): (c, (0,)) for c in range(schedule.num_chunks)},
-    )
-
-
 _BUILDERS = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
@@ -188,5 +178,4 @@ _BUILDERS = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
     "barrier": _barrier,
-    "send": _send,
 }

@@ -1,4 +1,4 @@
-"""The public API: a communicator, and the collectives on it.
+"""The public API: a communicator, the collectives on it, and messages.
 
 Every collective is called by all ranks of the communicator, in the same order, with arguments that agree. Arrays are
 numpy arrays, torch CPU tensors, or anything with DLPack or the buffer protocol. What is returned is the array that was
@@ -43,8 +43,9 @@ _MOST_ROWS = 2**48  # what an address space can hold
 class Communicator:
     """A group of ranks that communicate; made by `farandole.init`, `farandole.local` or `split`.
 
-    A communicator may be used from several threads; its calls then run one after the other, and it is up to the
-    threads that all ranks make them in the same order. It is a context manager that closes itself.
+    A communicator may be used from several threads; its collectives then run one after the other, and it is up to the
+    threads that all ranks make them in the same order. Messages run beside them. It is a context manager that closes
+    itself.
 
     Attributes:
         rank: of this process, in 0..world_size - 1.
@@ -445,54 +446,71 @@ class Communicator:
         )
         return result
 
+    # -- messages ------------------------------------------------------------------------------------------------
+
     def send(
         self, tensor: Any, dst: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
-        """Send ``tensor`` to rank ``dst``, which must `recv` it. Messages of a pair arrive in the order in which they
-        are sent.
+        """Send ``tensor`` to rank ``dst``, which must `recv` it.
 
-        A large message is on its way until the peer receives it, and all calls of a rank run in the order in which they
-        were made, those in the background too. So two ranks that both send first, and then receive, wait for each other
-        unless the messages are small; let one of them receive first, or use `all_to_all`.
+        Messages are no collectives: only the two ranks take part, in any order with the messages to and from others,
+        and with collectives. Of those from one rank to another with one tag, the first that is sent is the first that
+        is received. Large messages, and more than a few small ones, are on their way until the peer receives them or
+        itself waits for a `send`.
 
         Args:
-            tensor: any shape.
+            tensor: any shape; when the send is done it may be changed, even if nobody has received it yet.
             dst: another rank of this communicator.
-            tag: must be the same in the `recv`.
+            tag: any integer of 64 bits; a `recv` takes messages with its own tag alone.
             timeout, async_op: as in `all_reduce`.
 
         Returns:
             None; with ``async_op``, a `Work`.
 
         Raises:
-            ArgumentError and CommunicationError as in `all_reduce`.
+            ArgumentError: the arguments can never work.
+            CollectiveMismatchError: the `recv` is for another number of elements or another dtype; on both ranks, here
+                perhaps in a later call.
+            CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see `farandole.errors`.
         """
-        self._require_peer("dst", dst, tag)
-        buffer = read_buffer(tensor)
-        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(self.rank, int(dst)), tag=int(tag))
+        self._require_peer("dst", dst)
+        self._require_tag(tag)
         timeout_s = self.timeout_s if timeout is None else timeout
-        work: Work | None = self._runner.run(signature, buffer, None, timeout_s, async_op)
-        return work
+        return self._runner.send(read_buffer(tensor), int(dst), int(tag), timeout_s, async_op)
 
-    def recv(self, tensor: Any, src: int, *, tag: int = 0, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Receive into ``tensor`` what rank ``src`` sends.
+    def recv(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Receive into ``tensor`` what rank ``src`` sends. Of several that wait for a message, the one that was called
+        first gets it.
 
         Args:
             tensor: as many elements of the same dtype as are sent; overwritten.
-            src: another rank of this communicator.
-            tag: must be the same in the `send`.
+            src: another rank of this communicator; None takes a message of any rank. Which one it was, the `source` of
+                the `Work` tells, with ``async_op``.
+            tag: of the `send`. Messages with other tags may come before; those are kept until they are received.
             timeout, async_op: as in `all_reduce`.
 
         Returns:
             ``tensor``; with ``async_op``, a `Work` whose wait returns that.
 
         Raises:
-            ArgumentError and CommunicationError as in `all_reduce`.
+            As `send`; PeerLostError with ``src`` None if no other rank is left.
         """
-        self._require_peer("src", src, tag)
-        buffer = write_buffer(tensor)
-        signature = Signature("send", buffer.dtype, counts=(buffer.count,), pair=(int(src), self.rank), tag=int(tag))
-        return self._runner.run(signature, None, buffer, self.timeout_s if timeout is None else timeout, async_op)
+        if src is not None:
+            self._require_peer("src", src)
+            src = int(src)
+        elif self.world_size == 1:
+            raise ArgumentError("src is None, but there is no other rank to receive from")
+        self._require_tag(tag)
+        timeout_s = self.timeout_s if timeout is None else timeout
+        return self._runner.receive(write_buffer(tensor), src, int(tag), timeout_s, async_op)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -566,8 +584,7 @@ class Communicator:
         Raises:
             ArgumentError: there is no such collective, or no such size.
         """
-        world_size = 2 if collective == "send" else self.world_size
-        return explain(collective, world_size, nbytes, self._membership.calibration)
+        return explain(collective, self.world_size, nbytes, self._membership.calibration)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""
@@ -676,10 +693,12 @@ class Communicator:
         if not _is_whole(rank, 0) or rank >= self.world_size:
             raise ArgumentError(f"{name} is {rank!r}; the ranks of this communicator are 0..{self.world_size - 1}")
 
-    def _require_peer(self, name: str, rank: int, tag: int) -> None:
-        self._require_rank(name, rank)
+    def _require_tag(self, tag: int) -> None:
         if not _is_whole(tag):
             raise ArgumentError(f"tag is {tag!r}; it must be a whole number")
+
+    def _require_peer(self, name: str, rank: int) -> None:
+        self._require_rank(name, rank)
         if rank == self.rank:
             raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
 

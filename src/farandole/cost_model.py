@@ -312,7 +312,6 @@ _SHARES: dict[str, tuple[int, int]] = {
     "scatter": (1, 0),
     "all_to_all": (1, 0),
     "barrier": (0, 0),
-    "send": (0, 1),
 }
 """collective -> (a, b): the busiest rank must move a·(N-1)/N·S + b·S bytes."""
 
@@ -327,7 +326,6 @@ BUS_FACTORS: dict[str, tuple[int, int]] = {
     "gather": (1, 1),
     "scatter": (1, 1),
     "barrier": (1, 0),
-    "send": (1, 0),
 }
 """collective -> (a, b) such that busbw = algbw * a (N - b) / N; the factors of nccl-tests."""
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
 
-from farandole.call_records import CallRecord
+from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call
 from farandole.errors import (
     CollectiveMismatchError,
@@ -35,6 +35,8 @@ class Abort(IntEnum):
     INTERRUPTED = 5
     OUT_OF_MEMORY = 6
     UNMAPPED = 7
+    MESSAGE_MISMATCH = 8
+    MESSAGE_TIMEOUT = 9
 
 
 def explain_failure(
@@ -43,6 +45,7 @@ def explain_failure(
     *,
     rank: int,
     records: Sequence[CallRecord],
+    messages: Sequence[MessageRecord],
     call: Call | None,
     job_ranks: Sequence[int],
 ) -> CommunicationError:
@@ -52,25 +55,30 @@ def explain_failure(
         reason: why.
         subject: the rank it is about: whose message did not fit, who waited in vain, who is gone, who stopped it.
         rank: this rank.
-        records: what every rank last said it was doing.
-        call: what this rank was in, if anything.
+        records: what collective every rank last said it was in.
+        messages: what message every rank last said it sent or received.
+        call: the collective that this rank was in, if any.
         job_ranks: per rank, its rank in the job.
     """
-    where = _who_is_where(records, job_ranks)
-    record = records[subject]
+    where = _who_is_where(records, messages, job_ranks)
+    record, message = records[subject], messages[subject]
+    if reason == Abort.MESSAGE_MISMATCH:
+        return CollectiveMismatchError(_message_mismatch_text(subject, message, job_ranks))
+    if reason == Abort.MESSAGE_TIMEOUT:
+        return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, where))
     if reason == Abort.MISMATCH:
         return CollectiveMismatchError(_mismatch_text(rank, records, call, where))
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, where))
     if reason == Abort.PEER_LOST:
-        doing = f"its last call was {record}" if record.what else "it had made no call"
+        doing = f"its last call was {_doing(record, message)}" if record.what or message.what else "it had made no call"
         if record.closed:
             text = f"rank {subject} closed its communicator while others needed it; {doing}. Did it make fewer calls?"
         else:
             text = f"rank {subject} ended while others needed it; {doing}"
         return PeerLostError(f"{text}\n{where}")
     if reason == Abort.OUT_OF_MEMORY:
-        return CommunicatorClosedError(f"rank {subject} ran out of memory in {record}")
+        return CommunicatorClosedError(f"rank {subject} ran out of memory in {_doing(record, message)}")
     if reason == Abort.UNMAPPED:
         return CommunicatorClosedError(
             f"rank {subject} could not map the registered memory of another rank in {record}; ranks that share memory "
@@ -78,7 +86,7 @@ def explain_failure(
         )
     if reason == Abort.INTERRUPTED:
         return CommunicatorClosedError(
-            f"rank {subject} was interrupted in the middle of a call; its last call was {record}"
+            f"rank {subject} was interrupted in the middle of a call; its last call was {_doing(record, message)}"
         )
     return CommunicatorClosedError(f"rank {subject} aborted the communicator")
 
@@ -86,7 +94,7 @@ def explain_failure(
 def _mismatch_text(rank: int, records: Sequence[CallRecord], call: Call | None, where: str) -> str:
     text = f"the ranks made different calls{_odd_ones(records)}:\n{where}"
     mine = records[rank]
-    if call is not None and call.record != (mine.what, mine.count, mine.tag):
+    if call is not None and call.record != (mine.what, mine.count):
         late = CallRecord(0, 0, *call.record, math.inf, False)
         text += f"\n    rank {rank} came too late with {late.describe()}"
     elif len(set(map(str, records))) == 1:
@@ -117,21 +125,43 @@ def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], call: 
     record = records[subject]
     whose = "" if subject == rank else f" on rank {subject}"
     text = f"the timeout of {record.timeout_s:g} s is over{whose}"
-    if call is not None and call.signature.pair is not None and subject == rank:
-        src, dst = call.signature.pair
-        peer, verb = (dst, "received") if rank == src else (src, "sent")
-        return f"{text}: rank {peer} has not {verb}; its last call: {records[peer]}"
     late = [str(r) for r, other in enumerate(records) if other.sequence < record.sequence]
-    if late and record.name not in ("send", "recv"):
+    if late:
         who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
         return f"{text}: {who} not arrived at collective number {record.sequence}\n{where}"
-    if record.name in ("send", "recv"):
-        return f"{text}, in {record}\n{where}"
     return f"{text}: all ranks arrived, but the data did not come through in time\n{where}"
 
 
-def _who_is_where(records: Sequence[CallRecord], job_ranks: Sequence[int]) -> str:
-    lines = [f"    rank {rank}: {record}" for rank, record in enumerate(records)]
-    if list(job_ranks) != list(range(len(records))):
-        lines.append(f"    These are ranks of a group; in the job they are {', '.join(map(str, job_ranks))}.")
-    return "\n".join(lines)
+def _message_mismatch_text(dst: int, message: MessageRecord, job_ranks: Sequence[int]) -> str:
+    src = message.arrived_from
+    lines = [
+        f"the ranks made different calls: what rank {src} sent is not what rank {dst} receives:",
+        f"    rank {src}: {message.describe_arrived(dst)}",
+        f"    rank {dst}: {message.describe()}",
+    ]
+    return "\n".join([*lines, *_group_line(job_ranks)])
+
+
+def _message_timeout_text(subject: int, rank: int, message: MessageRecord, where: str) -> str:
+    whose = "" if subject == rank else f" on rank {subject}"
+    who = "no rank" if message.peer is None else f"rank {message.peer}"
+    missing = f"{who} has {'' if message.peer is None else 'not '}{'received' if message.is_send else 'sent'}"
+    return f"the timeout of {message.timeout_s:g} s is over{whose}: {missing}, in {message.describe()}\n{where}"
+
+
+def _doing(record: CallRecord, message: MessageRecord) -> str:
+    """As in "its last call was ..."."""
+    if not message.what:
+        return str(record)
+    return f"{record}; its last message: {message.describe()}" if record.what else message.describe()
+
+
+def _who_is_where(records: Sequence[CallRecord], messages: Sequence[MessageRecord], job_ranks: Sequence[int]) -> str:
+    doing = map(_doing, records, messages)
+    return "\n".join([*(f"    rank {rank}: {what}" for rank, what in enumerate(doing)), *_group_line(job_ranks)])
+
+
+def _group_line(job_ranks: Sequence[int]) -> list[str]:
+    if list(job_ranks) == list(range(len(job_ranks))):
+        return []
+    return [f"    These are ranks of a group; in the job they are {', '.join(map(str, job_ranks))}."]

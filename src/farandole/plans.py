@@ -62,8 +62,6 @@ def bind(
     counts: Sequence[int],
     output_counts: Sequence[int] | None,
     *,
-    ranks: Sequence[int],
-    world_size: int,
     itemsize: int,
     max_segment_bytes: int,
 ) -> _native.Plan:
@@ -74,13 +72,11 @@ def bind(
         program: of the rank that will run it.
         counts: see `chunk_counts`; in all_to_all, of what this rank sends.
         output_counts: in all_to_all, of what this rank receives; None elsewhere.
-        ranks: per rank of the schedule, its rank in the communicator.
-        world_size: of the communicator.
         itemsize: bytes per element.
         max_segment_bytes: room in one slot of the channels.
     """
     sizes, inputs, outputs = _layout(interpretation, program.rank, counts, output_counts)
-    operations, operands, operand_ends, after, after_ends = _columns(program, ranks)
+    operations, operands, operand_ends, after, after_ends = _columns(program)
     return _native.Plan(
         operations=operations,
         operands=operands,
@@ -92,8 +88,8 @@ def bind(
         output_slots=outputs * itemsize,
         num_work_slots=program.num_work_slots,
         size_classes=np.array(program.size_classes, dtype=np.int32),
-        rank=ranks[program.rank],
-        world_size=world_size,
+        rank=program.rank,
+        world_size=interpretation.schedule.world_size,
         max_segment_bytes=max_segment_bytes,
         element_bytes=itemsize,
     )
@@ -137,7 +133,7 @@ def _sizes(schedule: Schedule, counts: Sequence[int], output_counts: Sequence[in
     return [*sizes, *arriving, *passed_on]
 
 
-def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int32], ...]:
+def _columns(program: Program) -> tuple[npt.NDArray[np.int32], ...]:
     """The program as the flat columns that native/src/plan.hpp describes."""
     combines, is_local = -2, -1
     operations: list[tuple[int, int, int, int, int, int]] = []
@@ -153,10 +149,9 @@ def _columns(program: Program, ranks: Sequence[int]) -> tuple[npt.NDArray[np.int
                 if isinstance(operand, Local):
                     operands.append((is_local, 0, *operand.place))
                 else:
-                    operands.append((ranks[operand.peer], int(operand.shared), 0, 0))
+                    operands.append((operand.peer, int(operand.shared), 0, 0))
         else:
-            reader = ranks[operation.reader] if operation.reader >= 0 else -1
-            operations.append((region, slot, operation.size, reader, 0, int(operation.mapped)))
+            operations.append((region, slot, operation.size, operation.reader, 0, int(operation.mapped)))
         operand_ends.append(len(operands))
         after.extend(operation.after)
         after_ends.append(len(after))

@@ -513,7 +513,8 @@ def _create_arena(world_size: int) -> tuple[_native.Arena, int]:
 
 
 def _geometry(world_size: int) -> tuple[int, int]:
-    """Slots per channel and bytes per slot. There are N x N channels, so slots shrink as worlds grow."""
+    """Slots per channel and bytes per slot. There are N x N channels for collectives, and nearly as many for messages,
+    so slots shrink as worlds grow."""
     num_channels = world_size * world_size
     slot_bytes = 256 * 1024
     while slot_bytes > 8 * 1024 and num_channels * 4 * slot_bytes > 64 * 1024 * 1024:

@@ -1,11 +1,12 @@
-"""Runs the settled calls of one communicator's rank: on the engine, now or in the background.
+"""Runs the settled calls of one communicator's rank on the engine, now or in the background, and its messages.
 
-Owns what lives as long as the communicator: the engine, the settled calls, the background calls that have not ended,
-and the failure that stopped it, if one has.
+Owns what lives as long as the communicator: the engine, the postbox, the settled calls, the background calls and
+messages that have not ended, and the failure that stopped it, if one has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,14 +14,14 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
 import farandole._native as _native
 from farandole.buffers import Buffer, registered_array
 from farandole.calibration import usable_cores
-from farandole.call_records import CallRecord
+from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
@@ -82,7 +83,7 @@ class Runner:
 
     Attributes:
         repeats: runs calls that were made before without coming by here.
-        in_flight: the background calls whose results are not delivered yet.
+        in_flight: the background collectives whose results are not delivered yet.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -101,12 +102,14 @@ class Runner:
             yields=_YIELDS,
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
         )
+        self._postbox = _native.Postbox(self._engine)
         self._calls = CallTable(
             membership.rank, membership.world_size, membership.arena.slot_bytes, membership.calibration
         )
         self.repeats = _native.Repeats(self._engine)
         self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
         self.in_flight: deque[Work] = deque()
+        self._messages: OrderedDict[Work, None] = OrderedDict()  # in flight
         self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
         self._is_told = False  # whether the failure was raised where the user is
@@ -180,8 +183,7 @@ class Runner:
         except Exception:
             with self._lock:  # the engine has not taken the call
                 self.in_flight.remove(work)
-                if not self.in_flight:
-                    _busy.discard(self)
+                self._rest_if_idle()
             raise
         except BaseException:  # Ctrl-C, perhaps after the engine took it: keep the buffers for as long as the engine
             with self._lock:
@@ -191,6 +193,58 @@ class Runner:
         self._settle_finished_work()
         return work
 
+    def send(self, buffer: Buffer, dst: int, tag: int, timeout_s: float, async_op: bool) -> Work | None:
+        """Send a message; see `Communicator.send`."""
+        work: Work | None = self._move(True, buffer, dst, tag, timeout_s, async_op)
+        return work
+
+    def receive(self, buffer: Buffer, src: int | None, tag: int, timeout_s: float, async_op: bool) -> Any:
+        """Receive a message; see `Communicator.recv`."""
+        return self._move(False, buffer, src, tag, timeout_s, async_op)
+
+    def _move(self, sends: bool, buffer: Buffer, peer: int | None, tag: int, timeout_s: float, async_op: bool) -> Any:
+        self._require_usable()
+        timeout_s = require_timeout("timeout", timeout_s)
+        arguments = (sends, buffer.address, buffer.nbytes, peer, tag, buffer.dtype.code, timeout_s)
+        if not async_op:
+            status, subject = self._postbox.post(*arguments, waits=True).receipt()
+            self._is_told |= status != Abort.NONE
+            if self._messages:
+                self._settle_some_messages()
+            return self._delivered(sends, buffer, status, subject)
+
+        def finish(receipt: Receipt) -> Any:
+            """Deliver. As it holds the buffer, that lives for as long as the message needs it."""
+            with self._lock:
+                self._messages.pop(work, None)
+                self._rest_if_idle()
+            return self._delivered(sends, buffer, *receipt)
+
+        work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell)
+        try:
+            with self._lock:
+                self._messages[work] = None
+                _busy.add(self)
+            work.attach(self._postbox.post(*arguments, waits=False))
+        except BaseException as error:
+            with self._lock:
+                self._messages.pop(work, None)
+                self._rest_if_idle()
+                if not isinstance(error, Exception):  # Ctrl-C, perhaps after the postbox took it: keep the buffer
+                    self._orphans.append(work)
+            raise
+        self._settle_some_messages()
+        return work
+
+    def _delivered(self, sends: bool, buffer: Buffer, status: int, subject: int) -> Any:
+        if status != Abort.NONE:
+            raise self._error_of(status, subject, None)
+        if sends:
+            return None
+        if buffer.deliver is not None:
+            buffer.deliver()
+        return buffer.user
+
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """See `Communicator.empty`."""
         self._require_usable()
@@ -199,7 +253,9 @@ class Runner:
     def stats(self) -> list[CollectiveStats]:
         """What was done so far, per collective and algorithm."""
         self._settle_finished_work()
-        return self._calls.stats()
+        messages = [("send", self._postbox.sends), ("recv", self._postbox.receives)]
+        counted = [CollectiveStats(name, "direct", *tally.read()) for name, tally in messages]
+        return [*self._calls.stats(), *[entry for entry in counted if entry.calls]]
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
@@ -233,6 +289,7 @@ class Runner:
             failure = self._failure
             if failure is None:  # for a call of another thread, which this ends
                 self._failure = CommunicatorClosedError("this communicator was closed on this rank")
+            self._postbox.close()
             self._engine.close()
             _busy.discard(self)
         if failure is None:
@@ -243,7 +300,7 @@ class Runner:
 
     def _fail_if_ranks_differed(self) -> None:
         reason, subject = self._engine.aborted()
-        if reason == Abort.MISMATCH:
+        if reason in (Abort.MISMATCH, Abort.MESSAGE_MISMATCH):
             self._failure = None
             self._tell()
             raise self._error_of(reason, subject, None)
@@ -252,11 +309,12 @@ class Runner:
         self._is_told = True
 
     def __del__(self) -> None:
-        # The engine's thread must have let go of the buffers before they are freed with this object.
-        engine = getattr(self, "_engine", None)
-        if engine is None:
+        # The threads of both must have let go of the buffers before they are freed with this object.
+        postbox = getattr(self, "_postbox", None)
+        if postbox is None:
             return
-        engine.close()
+        postbox.close()
+        self._engine.close()
         if self._failure is None:
             try:
                 self._fail_if_ranks_differed()
@@ -267,8 +325,15 @@ class Runner:
         with self._lock:
             if self._failure is None:
                 records = [CallRecord(*record) for record in self._engine.calls()]
+                messages = [MessageRecord(*record) for record in self._engine.messages()]
                 self._failure = explain_failure(
-                    Abort(status), subject, rank=self._rank, records=records, call=call, job_ranks=self._job_ranks
+                    Abort(status),
+                    subject,
+                    rank=self._rank,
+                    records=records,
+                    messages=messages,
+                    call=call,
+                    job_ranks=self._job_ranks,
                 )
             return _copy_of(self._failure)
 
@@ -292,16 +357,36 @@ class Runner:
                 if not self.in_flight or not self.in_flight[0].has_ended():
                     return
                 work = self.in_flight.popleft()
-                if not self.in_flight:
-                    _busy.discard(self)
+                self._rest_if_idle()
             work.settle()
+
+    def _settle_some_messages(self) -> None:
+        """Let go of messages that have ended and that nobody waits for. Looks at two, in turn: so the others are never
+        many, and a message that takes long is in nobody's way."""
+        for _ in range(2):
+            with self._lock:
+                work = next(iter(self._messages), None)
+                if work is None:
+                    return
+                with contextlib.suppress(KeyError):  # a signal handler has waited for it just now
+                    self._messages.move_to_end(work)
+            if work.has_ended():
+                work.settle()
+
+    def _rest_if_idle(self) -> None:
+        if not self.in_flight and not self._messages:
+            _busy.discard(self)
 
     def _wait_for_in_flight(self) -> None:
         limit = time.monotonic() + _CLOSE_GRACE_S
         unfinished = 0
-        for work in list(self.in_flight):
+        works = [*self.in_flight, *self._messages]
+        for work in works:
             unfinished += not work.ends_within(max(0.0, limit - time.monotonic()))
         self._settle_finished_work()
+        for work in works:
+            if work.has_ended():
+                work.settle()
         if unfinished:
             warnings.warn(
                 f"rank {self._rank} closes its communicator while {unfinished} background calls still wait for other "

@@ -95,7 +95,7 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
 
     Args:
         collective: one of `farandole.collectives.COLLECTIVES`.
-        world_size: number of ranks, N >= 1; two for "send".
+        world_size: number of ranks, N >= 1.
         nbytes: bytes of the whole buffer, S >= 0.
         calibration: what communication costs here.
 

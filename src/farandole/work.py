@@ -44,7 +44,7 @@ class Work:
     """
 
     def __init__(self, finish: Callable[[Receipt], Any], describe: str, tell: Callable[[], None]) -> None:
-        self._native: _native.Work | None = None
+        self._native: _native.Work | _native.Message | None = None
         self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
         self._tell = tell  # called once the user has been told of an error
@@ -53,7 +53,7 @@ class Work:
         self._lock = threading.RLock()  # a signal handler may come in between
         self._process = os.getpid()
 
-    def attach(self, native: _native.Work) -> None:
+    def attach(self, native: _native.Work | _native.Message) -> None:
         """Say which call of the engine this is the handle of. The runner keeps the handle, and with it the buffers,
         from before the engine knows of the call: an interruption in between must not free them."""
         self._native = native
@@ -61,6 +61,13 @@ class Work:
     def has_ended(self) -> bool:
         """Whether the engine is through with the call; its result may not be delivered yet."""
         return self._native is not None and self._native.is_done()
+
+    @property
+    def source(self) -> int | None:
+        """The rank that a `recv` got its message from, once it is done; None for all else."""
+        if isinstance(self._native, _native.Message) and self._native.is_done():
+            return self._native.source()
+        return None
 
     def is_done(self) -> bool:
         """Whether the call has ended, well or not, and its result is delivered. Does not block."""

@@ -1,8 +1,7 @@
 """Every algorithm, by collective and name.
 
 An algorithm is a pure function from a world size (and a root, where the collective has one) to a `Schedule`. There is
-one file per family; this table is the only list of them. All work for any world size from 1 on, except "send", which
-is for two.
+one file per family; this table is the only list of them. All work for any world size from 1 on.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "direct": direct.all_to_all,
     },
     "barrier": {"naive": naive.barrier, "dissemination": barrier.dissemination},
-    "send": {"direct": direct.send},  # from rank 0 to rank 1 of exactly two
 }
 """collective -> name -> the function that builds the schedule."""
 
@@ -102,8 +100,6 @@ def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedul
     builder = _find(collective, name)
     if world_size < 1:
         raise MalformedScheduleError(f"world_size is {world_size}; it must be >= 1")
-    if collective == "send" and world_size != 2:
-        raise MalformedScheduleError(f"world_size is {world_size}; send moves from rank 0 to rank 1 of exactly 2 ranks")
     if not 0 <= root < world_size:
         raise MalformedScheduleError(f"root is {root}, but the ranks are 0..{world_size - 1}")
     if collective in ROOTED:

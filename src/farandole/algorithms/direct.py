@@ -29,7 +29,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
-    "send",
 ]
 
 
@@ -137,15 +136,6 @@ def pairwise(world_size: int) -> Schedule:
             if partner != rank:
                 transfers.append(Transfer(step, rank, partner, partner, rank))
     return Schedule("all_to_all", world_size, world_size, transfers, name="pairwise")
-
-
-def send(world_size: int = 2) -> Schedule:
-    """Rank 0 sends its buffer to rank 1; there are no others.
-
-    Cost: 1 round; S sent by rank 0.
-    Source: folklore.
-    """
-    return Schedule("send", world_size, 1, [Transfer(0, 0, 0, 1, 0)], name="direct")
 
 
 def _all_into(world_size: int, dst: int, slot: int) -> list[Transfer]:

@@ -71,14 +71,12 @@ def schedules_of(
     if collective is not None:
         chosen = [(collective, name) for name in ([algorithm] if algorithm else names(collective))]
     else:
-        pairs = [(c, name) for c in ALGORITHMS for name in names(c) if algorithm in (None, name)]
-        if not pairs:
+        chosen = [(c, name) for c in ALGORITHMS for name in names(c) if algorithm in (None, name)]
+        if not chosen:
             known = sorted({name for by_name in ALGORITHMS.values() for name in by_name})
             raise ArgumentError(
                 f"there is no algorithm named {algorithm!r}; known are {', '.join(known)}, or give PATH.py:FUNCTION"
             )
-        # Where a whole list is asked for, what cannot be on this world is left out.
-        chosen = [(c, name) for c, name in pairs if c != "send" or world_size == 2] or pairs
         if root and not any(c in ROOTED for c, _ in chosen):
             raise ArgumentError(f"root is {root}, but {algorithm} has a root in no collective")
     is_list = collective is None

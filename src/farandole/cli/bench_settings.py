@@ -9,7 +9,7 @@ from farandole.cost_model import BUS_FACTORS
 __all__ = ["COLLECTIVES", "Measurement", "Row", "Settings"]
 
 
-COLLECTIVES = tuple(collective for collective in BUS_FACTORS if collective != "send")
+COLLECTIVES = tuple(BUS_FACTORS)
 """What can be measured."""
 
 
