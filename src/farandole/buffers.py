@@ -12,6 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,11 @@ def _as_array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _numpy_dtype(array: np.ndarray[Any, Any]) -> DType:
-    dtype = array.dtype
+    return _dtype_of(array.dtype)
+
+
+@lru_cache(maxsize=64)  # dtype.name takes numpy longer than all else that is done with an array
+def _dtype_of(dtype: np.dtype[Any]) -> DType:
     if not dtype.isnative:
         raise ArgumentError(f"the array's byte order is not this machine's ({dtype}); use array.astype({dtype.name!r})")
     return dtype_named(dtype.name)
