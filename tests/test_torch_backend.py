@@ -784,3 +784,66 @@ def test_with_a_secret_what_a_stranger_sets_is_refused(monkeypatch):
     )
     with pytest.raises(RendezvousError, match="was not set by a rank that knows FARANDOLE_SECRET"):
         join(store, 0, 2, 5)
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_messages_of_every_dtype_and_shape_in_a_ring(world, world_size, layout):
+    """All send before any receives."""
+
+    def body(group):
+        right, left = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+        for shape, dtype in [
+            *((shape, torch.float32) for shape in SHAPES),
+            *(((3, 4), d) for d in [*ALL, *BYTES_ALONE]),
+        ]:
+            sent = group.send([layout(values(group.rank(), shape, dtype))], right, 3)
+            got = layout(values(9, shape, dtype))
+            assert group.recv([got], left, 3).wait()
+            assert sent.wait()
+            same(got, values(left, shape, dtype))
+
+    world.run(world_size, body)
+
+
+def test_messages_with_tags_in_any_order_and_from_anyone(world):
+    def body(group):
+        if group.rank() == 0:
+            later = [torch.zeros(2) for _ in range(3)]
+            for tag in (2, 0, 1):
+                group.recv([later[tag]], 1, tag).wait()
+            assert [tensor[0].item() for tensor in later] == [0.0, 1.0, 2.0]
+            sources = set()
+            for _ in range(group.size() - 1):
+                got = torch.zeros(3)
+                work = group.recv_anysource([got], 9)
+                work.wait()
+                sources.add(work._source_rank())
+                same(got, torch.full((3,), float(work._source_rank())))
+            return sources
+        works = [group.send([torch.full((2,), float(tag))], 0, tag) for tag in range(3) if group.rank() == 1]
+        works.append(group.send([torch.full((3,), float(group.rank()))], 0, 9))
+        for work in works:
+            work.wait()
+        return set()
+
+    assert world.run(4, body)[0] == {1, 2, 3}
+
+
+def test_a_message_that_is_on_its_way_is_in_no_collectives_way(world):
+    def body(group):
+        count = 1 << 21
+        peer = 1 - group.rank()
+        sent = group.send([values(group.rank(), (count,), torch.float32)], peer)
+        total = torch.ones(5)
+        group.allreduce([total], with_options(c10d.AllreduceOptions, False))
+        got = torch.zeros(count)
+        group.recv([got], peer).wait()
+        sent.wait()
+        same(got, values(peer, (count,), torch.float32))
+        same(total, torch.full((5,), 2.0))
+
+    world.run(2, body)

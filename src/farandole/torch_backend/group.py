@@ -496,7 +496,15 @@ class ProcessGroup(dist.ProcessGroup):
         out, deliver = movable_output(tensor)
         return self._message(self._communicator.recv, out, src, tag, [tensor], deliver)
 
-    def _message(self, call: Call, row: Tensor, peer: int, tag: int, tensors: Tensors, deliver: Delivery) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receive from whichever rank sends; the handle's `source_rank` tells which."""
+        tensor = only(tensors, "the tensors to receive")
+        out, deliver = movable_output(tensor)
+        return self._message(self._communicator.recv, out, None, tag, [tensor], deliver)
+
+    def _message(
+        self, call: Call, row: Tensor, peer: int | None, tag: int, tensors: Tensors, deliver: Delivery
+    ) -> dist.Work:
         work: Work = call(row, peer, tag=tag, async_op=True)
         return self._handles.keep(Handle([work], [] if deliver is None else [deliver], tensors, self._completer))
 

@@ -80,7 +80,6 @@ class Handle(dist.Work):
         deliveries: put what came out where it belongs, once all are done.
         tensors: what comes out, for `result` and the future.
         completer: completes the future.
-        source: the rank that a message came from, for those of any source.
     """
 
     def __init__(
@@ -89,14 +88,12 @@ class Handle(dist.Work):
         deliveries: Sequence[Callable[[], None]],
         tensors: Sequence[torch.Tensor],
         completer: Completer,
-        source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._works = works
         self._deliveries = list(deliveries)
         self._tensors = list(tensors)
         self._completer = completer
-        self._source = source
         self._future: Any = None
         self._to_complete: Any = None  # what the future waits for, until somebody completes it
         self._lock = threading.RLock()
@@ -182,7 +179,8 @@ class Handle(dist.Work):
                 self._future.wait()
 
     def _source_rank(self) -> int:
-        return -1 if self._source is None else self._source()
+        sources = [work.source for work in self._works if work.source is not None]
+        return sources[0] if sources else -1
 
     source_rank = _source_rank
 
