@@ -236,6 +236,26 @@ def fully_sharded() -> None:
 
 
 @check
+def fully_sharded_in_memory_of_the_backend() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    group = dist.group.WORLD
+    if not group._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu")):
+        return  # gloo
+    torch.manual_seed(0)
+    wrapped = fully_shard(nn.Linear(1024, 1025))
+    wrapped.set_allocate_memory_from_process_group_for_comm(True)
+    data = torch.full((2, 1024), 0.001 * (rank() + 1))
+    (wrapped(data) ** 2).mean().backward()
+    torch.manual_seed(0)
+    alone = nn.Linear(1024, 1025)
+    for of in range(size()):
+        ((alone(torch.full((2, 1024), 0.001 * (of + 1))) ** 2).mean() / size()).backward()
+    torch.testing.assert_close(wrapped.weight.grad.full_tensor(), alone.weight.grad, rtol=1e-4, atol=1e-6)
+    assert any(entry.bytes_mapped for entry in group._communicator.stats())
+
+
+@check
 def fully_sharded_in_mixed_precision() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -199,6 +199,16 @@ class ProcessGroup(dist.ProcessGroup):
         tensor: Tensor = self._communicator.empty(shape, dtype)
         return tensor
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives memory for that device: asked by fully_shard."""
+        return bool(device.type == "cpu")
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of ``size`` elements in registered memory, for the buffers of fully_shard."""
+        if not self.supports_tensor_alloc(device):
+            raise ArgumentError(f"device is {device}; registered memory is of the CPU")
+        return self.empty((size,), dtype)
+
     # -- its life ------------------------------------------------------------------------------------------------
 
     def setTimeout(self, timeout: timedelta) -> None:
