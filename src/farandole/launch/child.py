@@ -29,26 +29,26 @@ def main() -> None:
     kind, program, *arguments = sys.argv[1:]
     if kind == "exec":
         os.execvp(program, [program, *arguments])
-    errors = os.fdopen(int(os.environ.pop("FARANDOLE_ERROR_FD")), "w")
-    os.set_inheritable(errors.fileno(), False)
-    sys.argv[:] = [program, *arguments]
-    try:
-        ended = _run(kind, program)
-        if not _exit_code(ended):
-            _close_communicators()
-        if ended is not None:
-            raise ended
-    except KeyboardInterrupt:
-        _flush()
-        sys.exit(128 + signal.SIGINT)
-    except SystemExit as end:
-        if _exit_code(end):
-            _report(errors, _exit_code(end), "")
-        raise
-    except Exception as error:
-        _report(errors, 1, _user_traceback(error))
-        _flush()
-        sys.exit(1)
+    with os.fdopen(int(os.environ.pop("FARANDOLE_ERROR_FD")), "w") as errors:
+        os.set_inheritable(errors.fileno(), False)
+        sys.argv[:] = [program, *arguments]
+        try:
+            ended = _run(kind, program)
+            if not _exit_code(ended):
+                _close_communicators()
+            if ended is not None:
+                raise ended
+        except KeyboardInterrupt:
+            _flush()
+            sys.exit(128 + signal.SIGINT)
+        except SystemExit as end:
+            if _exit_code(end):
+                _report(errors, _exit_code(end), "")
+            raise
+        except Exception as error:
+            _report(errors, 1, _user_traceback(error))
+            _flush()
+            sys.exit(1)
 
 
 def _run(kind: str, program: str) -> SystemExit | None:
