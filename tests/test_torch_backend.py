@@ -778,6 +778,7 @@ def test_with_a_secret_what_a_stranger_sets_is_refused(monkeypatch):
     groups = meet(2)
     for group in groups:
         group.shutdown()
+    monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
     store = dist.HashStore()
     dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
         "0/rank/1", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "calibration": null}'

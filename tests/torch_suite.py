@@ -6,8 +6,8 @@
 
 The tests are those of torch.testing._internal.distributed.distributed_test; they need ``pip install expecttest``. Many
 run for "gloo" by name alone; so that farandole gets them, every group that a test asks of gloo is made by farandole,
-unless --own-name is given. Tests that torch skips for names of backends, though they need CPU tensors alone, are run. Prints a
-line per failure, and at the end how many passed. Not part of CI: it takes minutes, and proves less than
+unless --own-name is given. Tests that torch skips for names of backends, though they need CPU tensors alone, are run.
+Prints a line per failure, and at the end how many passed. Not part of CI: it takes minutes, and proves less than
 test_torch_backend.py (a backend that does nothing passes 32 of these tests).
 """
 
