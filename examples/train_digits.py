@@ -1,42 +1,44 @@
-"""Trains a small convolutional network on handwritten digits, data-parallel, and accounts for every byte.
+"""Trains a small convolutional network on handwritten digits with DistributedDataParallel, over farandole.
 
-Start it with ``scripts/demo``, or ``farandole run -n 2 examples/train_digits.py``; it also runs alone. Needs torch and
-scikit-learn, whose real 8 x 8 images are part of its package.
-
-Every rank holds the whole model and takes its share of each global batch. After backward, the gradients of all ranks
-meet in a ring all-reduce that was proved before it ran. At the end four things are checked, and the exit code says
-whether they hold: the engine counted as many bytes as the schedules say, all ranks hold the same weights to the bit,
-these equal those of one process trained on the same global batches to float tolerance, and the network has learned to
-read.
+Start it with ``farandole run -n 2 examples/train_digits.py``, or with torchrun. The backend is the one word
+in ``init_process_group``. Needs torch and scikit-learn, whose real 8 x 8 images are part of its package.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-import farandole
-from farandole.calls import CollectiveStats
-from farandole.cost_model import bus_factor
-
-GRADIENT_ALGORITHM = "ring"
 NUM_TEST_IMAGES = 360
-WANTED_ACCURACY = 0.95
-WEIGHT_TOLERANCE = 1e-3
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """One rank."""
+    arguments = parse_arguments(__doc__)
+    torch.set_num_threads(1)
+    dist.init_process_group("farandole")
+    images, labels = load_images()
+    model = DistributedDataParallel(make_model(arguments.seed))
+    optimizer = make_optimizer(model)
+    for epoch, batches in enumerate(make_epochs(arguments), start=1):
+        loss = train(model, optimizer, images[NUM_TEST_IMAGES:], labels[NUM_TEST_IMAGES:], batches)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss:.4f}")
+    accuracy = measure_accuracy(model, images[:NUM_TEST_IMAGES], labels[:NUM_TEST_IMAGES])
+    if dist.get_rank() == 0:
+        print(f"test accuracy {accuracy:.4f}")
+    dist.destroy_process_group()
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """What all trainings of this folder can be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: 10)")
     parser.add_argument("--batch", type=int, default=64, help="images per global batch, over all ranks (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images (default: 0)")
@@ -55,152 +57,64 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_model(seed: int) -> nn.Module:
+    """38,282 parameters. Smooth: ReLU and maximum would turn a rounding into another gradient, and runs drift apart."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
+        nn.GELU(),
         nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
+        nn.GELU(),
+        nn.AvgPool2d(2),
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 64),
-        nn.ReLU(),
+        nn.GELU(),
         nn.Linear(64, 10),
     )
 
 
-def global_batches(num_images: int, arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Indices of each global batch of all epochs, the same on every rank."""
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Stochastic gradient descent."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_epochs(arguments: argparse.Namespace) -> list[Sequence[torch.Tensor]]:
+    """Indices of each global batch, per epoch; the same on every rank."""
+    num_images = len(load_digits().target) - NUM_TEST_IMAGES
     generator = torch.Generator().manual_seed(arguments.seed)
-    for _ in range(arguments.epochs):
-        yield from torch.randperm(num_images, generator=generator).split(arguments.batch)
+    orders = [torch.randperm(num_images, generator=generator) for _ in range(arguments.epochs)]
+    return [order.split(arguments.batch) for order in orders]
 
 
 def train(
-    comm: farandole.Communicator | None,
-    model: nn.Module,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
     images: torch.Tensor,
     labels: torch.Tensor,
-    arguments: argparse.Namespace,
-    progress: Progress,
-    title: str,
-) -> None:
-    """Train ``model``; without ``comm``, on whole global batches."""
-    rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    parameters = list(model.parameters())
-    # One bucket for all gradients: each .grad is a view of it, so backward writes where the ring reads.
-    bucket = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, piece in zip(parameters, bucket.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = piece.view_as(parameter)
-
-    batches = list(global_batches(len(images), arguments))
-    task = progress.add_task(title, total=len(batches), loss="")
+    batches: Sequence[torch.Tensor],
+) -> float:
+    """One epoch; returns the last loss on this rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     for batch in batches:
         mine = batch.tensor_split(world_size)[rank]
-        bucket.zero_()
-        # The sum over this rank's images, divided by the size of the global batch: summed over ranks, the mean over
-        # all.
-        loss = nn.functional.cross_entropy(model(images[mine]), labels[mine], reduction="sum") / len(batch)
+        optimizer.zero_grad()
+        # The shares of a batch may differ by one image, and DistributedDataParallel averages over ranks: so each takes
+        # the sum over its images, divided by how many there would be in equal shares.
+        loss = nn.functional.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
+        loss = loss * world_size / len(batch)
         loss.backward()
-        total_loss = loss.detach().clone()
-        if comm:
-            comm.all_reduce(bucket, "sum", algorithm=GRADIENT_ALGORITHM)
-            comm.all_reduce(total_loss, "sum")
         optimizer.step()
-        progress.update(task, advance=1, loss=f"loss {total_loss.item():.4f}")
+    return loss.item()
 
 
-def measure_accuracy(
-    comm: farandole.Communicator, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-) -> float:
+def measure_accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Of all test images, each rank reading its share."""
-    shares = [len(share) for share in torch.arange(len(images)).tensor_split(comm.world_size)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
-        mine = model(images.split(shares)[comm.rank]).argmax(dim=1)
-    predicted = comm.all_gather(mine, counts=shares)
-    return (predicted == labels).double().mean().item()
-
-
-def flat_weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def print_traffic(console: Console, entries: list[CollectiveStats], world_size: int) -> None:
-    """The table of what travelled."""
-    table = Table(title=f"What rank 0 of {world_size} sent", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("collective", "algorithm"):
-        table.add_column(name, no_wrap=True)
-    for name in ("calls", "bytes sent", "scheduled", "seconds", "GB/s bus"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for entry in entries:
-        busbw = entry.payload_bytes / entry.seconds * bus_factor(entry.collective, world_size) / 1e9
-        table.add_row(
-            entry.collective,
-            entry.algorithm,
-            f"{entry.calls:,}",
-            f"{entry.bytes_sent:,}",
-            f"{entry.scheduled_bytes_sent:,}",
-            f"{entry.seconds:.4f}",
-            f"{busbw:.3f}" if entry.payload_bytes else "-",
-        )
-    console.print(table)
-
-
-def main() -> int:
-    arguments = parse_arguments()
-    with farandole.init() as comm:
-        console = Console(quiet=comm.rank != 0)
-        if comm.rank == 0:
-            announce(console, comm)
-        images, labels = load_images()
-        test_images, test_labels = images[:NUM_TEST_IMAGES], labels[:NUM_TEST_IMAGES]
-        train_images, train_labels = images[NUM_TEST_IMAGES:], labels[NUM_TEST_IMAGES:]
-
-        model = make_model(arguments.seed + comm.rank)  # the ranks differ, until rank 0's weights reach all
-        for parameter in model.parameters():
-            comm.broadcast(parameter, src=0)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
-            started = time.perf_counter()
-            train(comm, model, train_images, train_labels, arguments, progress, f"{comm.world_size} ranks")
-            seconds = time.perf_counter() - started
-            accuracy = measure_accuracy(comm, model, test_images, test_labels)
-            weights = flat_weights(model)
-            all_weights = comm.all_gather(weights).reshape(comm.world_size, -1)
-            comm.barrier()
-            entries = comm.stats()
-            counted_as_scheduled = torch.tensor([entry.bytes_sent == entry.scheduled_bytes_sent for entry in entries])
-            counted = comm.all_gather(counted_as_scheduled).all().item()
-            if comm.rank != 0:
-                return 0
-            alone = make_model(arguments.seed)
-            train(None, alone, train_images, train_labels, arguments, progress, "1 process")
-
-        print_traffic(console, entries, comm.world_size)
-        same_bits = all(torch.equal(row.view(torch.int32), weights.view(torch.int32)) for row in all_weights)
-        distance = (flat_weights(alone) - weights).abs().max().item()
-        checks = {
-            f"on all {comm.world_size} ranks, the engine counted the bytes that the schedules say": counted,
-            f"all {comm.world_size} ranks hold bit-identical weights": same_bits,
-            f"they equal one process's weights (largest difference {distance:.1e})": distance <= WEIGHT_TOLERANCE,
-            f"test accuracy {accuracy:.4f} (wanted: {WANTED_ACCURACY})": accuracy >= WANTED_ACCURACY,
-        }
-        console.print(f"\n{len(train_images)} images, {arguments.epochs} epochs, {seconds:.1f} s of training")
-        for claim, holds in checks.items():
-            console.print(f"[green]holds[/]  {claim}" if holds else f"[red]FAILS[/]  {claim}")
-        return 0 if all(checks.values()) else 1
-
-
-def announce(console: Console, comm: farandole.Communicator) -> None:
-    """Say what was proved before anything runs."""
-    schedule = farandole.algorithms.build("all_reduce", GRADIENT_ALGORITHM, comm.world_size)
-    farandole.verify(schedule)
-    console.print(
-        f"{GRADIENT_ALGORITHM} all_reduce on {comm.world_size} ranks, schedule {schedule.hash[:8]}: "
-        f"{len(schedule)} transfers in {schedule.num_steps} steps, proved"
-    )
+        predicted = model(images.tensor_split(world_size)[rank]).argmax(dim=1)
+    num_right = (predicted == labels.tensor_split(world_size)[rank]).sum()
+    dist.all_reduce(num_right)
+    return num_right.item() / len(labels)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

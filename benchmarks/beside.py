@@ -1,0 +1,167 @@
+"""What the benchmarks of the torch backend share: ranks with a group of each backend, and the report.
+
+The command starts itself again as the ranks of a job. Rank 0 prints JSON lines, each with one of "versions", "total",
+"progress" and "row", which the command takes up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from farandole.launch import run_processes
+
+__all__ = ["BACKENDS", "console", "groups", "print_machine", "run_ranks", "save", "say", "slowest", "summary"]
+
+BACKENDS = ("farandole", "gloo")
+_FILE_WIDTH = 120
+
+
+def console() -> Console:
+    """Of the report: as wide as the terminal, or as a line of a file."""
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if is_sized else _FILE_WIDTH)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def run_ranks(module: str, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Run the ranks of a benchmark: ``python -m module --rank SETTINGS``.
+
+    Returns:
+        The machine, the settings and the rows that rank 0 printed.
+
+    Raises:
+        SystemExit: a rank failed, or somebody interrupted.
+    """
+    result: dict[str, Any] = {"machine": _machine(), "settings": {"ranks": ranks, **settings}, "rows": []}
+    shown = Console(stderr=True)
+    # Redrawn only when rank 0 says so, between measurements: a spinner would take a core from the ranks.
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=shown,
+        transient=True,
+        auto_refresh=False,
+        disable=not shown.is_terminal,
+    )
+    task = progress.add_task("starting")
+
+    def take(rank: int, stream: str, line: bytes) -> None:
+        if stream == "stderr":
+            sys.stderr.write(f"[{rank}] {line.decode(errors='replace')}\n")
+            return
+        for what, value in json.loads(line).items():
+            if what == "total":
+                progress.update(task, total=value)
+            elif what == "progress":
+                progress.update(task, advance=1, description=value)
+            elif what == "row":
+                result["rows"].append(value)
+            else:
+                result["machine"][what] = value
+        progress.refresh()
+
+    with progress:
+        job = run_processes([module, "--rank", json.dumps(settings)], ranks, module=True, on_line=take)
+    if job.failure is not None:
+        print(f"rank {job.failure.rank} {job.failure.reason}\n{job.failure.traceback or ''}", file=sys.stderr)
+    if job.exit_code:
+        sys.exit(job.exit_code)
+    result["machine"]["load_after"] = os.getloadavg()[0]
+    return result
+
+
+def print_machine(to: Console, machine: dict[str, Any]) -> None:
+    """Where, when and how a run was made."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    to.print(f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}", soft_wrap=True)
+    to.print(
+        f"load average (1 min) {machine['load_before']:.2f} before, {machine['load_after']:.2f} after, the benchmark's "
+        f"own included; began {machine['began']}",
+        soft_wrap=True,
+    )
+    to.print(machine["command"], markup=False, soft_wrap=True)
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Write all results as JSON, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    main = sys.modules["__main__"].__spec__
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_before": os.getloadavg()[0],
+        "began": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "command": shlex.join(["python", "-m", main.name if main else "?", *sys.argv[1:]]),
+    }
+
+
+# -- a rank --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
+    """A group of all ranks for each backend, in the same processes, with one thread for computing in each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("farandole")
+    try:
+        versions = {"farandole": importlib.metadata.version("farandole"), "torch": torch.__version__}
+        say(versions={**versions, "Python": platform.python_version()})
+        yield {"farandole": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    finally:
+        dist.destroy_process_group()
+
+
+def say(**what: Any) -> None:
+    """Tell the command, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(json.dumps(what), flush=True)
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The longest that each call took on any rank."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist()
+
+
+def summary(turns: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """What the turns come to, and by how much farandole is faster: in the median round, at least and at most."""
+    row: dict[str, Any] = {}
+    for name, seconds in turns.items():
+        together = np.concatenate(seconds)
+        row[name] = {
+            "median_s": float(np.median(together)),
+            "p99_s": float(np.percentile(together, 99, method="higher")),
+            "num_calls": len(together),
+        }
+    pairs = zip(turns["gloo"], turns["farandole"], strict=True)
+    ratios = [float(np.median(theirs) / np.median(ours)) for theirs, ours in pairs]
+    row["ratio"], row["least_ratio"], row["most_ratio"] = float(np.median(ratios)), min(ratios), max(ratios)
+    return row
