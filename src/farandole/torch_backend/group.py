@@ -324,7 +324,9 @@ class ProcessGroup(dist.ProcessGroup):
             deliver: Delivery = lambda: output.detach().copy_(out.view(output.shape))  # noqa: E731
         else:
             out, deliver = plain_output(output)
-        call = partial(self._communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=counts)
+        call = partial(
+            self._communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=_unless_equal(counts)
+        )
         return _Part(call, [output], deliver)
 
     # -- moving data ---------------------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _all_gather(self, outputs: Tensors, own: Tensor) -> _Part:
         _require_equal_dtypes(own, *outputs)
         out, counts, deliver = joined_output(outputs)
-        call = partial(self._communicator.all_gather, movable_input(own), out=out, counts=counts)
+        call = partial(self._communicator.all_gather, movable_input(own), out=out, counts=_unless_equal(counts))
         return _Part(call, outputs, deliver)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -429,7 +431,14 @@ class ProcessGroup(dist.ProcessGroup):
         outputs: Tensors,
         deliver: Delivery,
     ) -> _Part:
-        call = partial(self._communicator.all_to_all, row, out=out, counts=leaving, output_counts=arriving)
+        are_equal = len({*leaving, *arriving}) == 1  # the fast way
+        call = partial(
+            self._communicator.all_to_all,
+            row,
+            out=out,
+            counts=None if are_equal else leaving,
+            output_counts=None if are_equal else arriving,
+        )
         return _Part(call, outputs, deliver)
 
     def _split_counts(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
@@ -568,6 +577,11 @@ class _Reducing:
             tensor.detach().copy_(self.operand)
 
         return deliver
+
+
+def _unless_equal(counts: Sequence[int]) -> Sequence[int] | None:
+    """The parts' sizes; None where all are equal, which is the fast way."""
+    return None if len(set(counts)) == 1 else counts
 
 
 def _require_equal_dtypes(*tensors: Tensor) -> None:
