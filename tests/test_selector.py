@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 
 import farandole
 from farandole import algorithms, rendezvous
-from farandole.calibration import SHIPPED, Calibration, calibration_file, load_calibration, usable_cores
+from farandole.calibration import (
+    SHIPPED,
+    Calibration,
+    calibration_file,
+    calibration_in_use,
+    load_calibration,
+    usable_cores,
+)
 from farandole.cli import app
 from farandole.cli.calibrate import SAMPLES
 from farandole.cost_model import Link, price
@@ -77,9 +84,13 @@ def test_the_choice_is_as_fast_as_predicted_for_any(collective, world_size, cali
         assert {one.algorithm for one in explanation.candidates} == set(algorithms.names(collective))
         seconds = {one.algorithm: one.seconds for one in explanation.candidates}
         assert seconds[explanation.chosen] <= (1 + TOLERANCE) * min(seconds.values())
-        link = calibration.link(world_size, nbytes)
+        assert explanation.nbytes == nbytes
+        unit = 1 << max(0, nbytes.bit_length() - 3)  # sizes are rounded up to three binary digits
+        priced = -(-nbytes // unit) * unit
+        assert priced <= 1.25 * nbytes
+        link = calibration.link(world_size, priced)
         for name, predicted in seconds.items():
-            assert predicted == price(algorithms.build(collective, name, world_size), nbytes, link).seconds
+            assert predicted == price(algorithms.build(collective, name, world_size), priced, link).seconds
 
 
 def test_small_messages_go_in_one_step_and_large_ones_in_parts():
@@ -110,7 +121,7 @@ def test_what_cannot_be_explained_is_refused(arguments, message):
 
 
 def test_a_communicator_explains_what_it_does(monkeypatch):
-    monkeypatch.setattr(rendezvous, "load_calibration", lambda: MODERN)
+    monkeypatch.setattr(rendezvous, "calibration_in_use", lambda: MODERN)
     with farandole.local(3) as world:
         for count in (2, 100_000):
             arrays = [np.arange(count, dtype=np.float32) + rank for rank in range(3)]
@@ -132,7 +143,7 @@ def test_all_ranks_and_groups_have_the_calibration_of_rank_0(own_cache, tmp_path
         "import farandole, farandole.rendezvous as rendezvous, farandole.calibration as calibration\n"
         "rank = int(os.environ['RANK'])\n"
         "own = dataclasses.replace(calibration.SHIPPED, step_s=1.0 + rank, source=f'rank {rank}')\n"
-        "rendezvous.load_calibration = lambda: own\n"
+        "rendezvous.calibration_in_use = lambda: own\n"
         "with farandole.init() as comm, comm.split(0, key=-comm.rank) as group:\n"
         "    print(comm.explain('all_reduce', 8).calibration, group.explain('all_reduce', 8).calibration)\n"
     )
@@ -179,6 +190,33 @@ def test_bytes_that_do_not_fit_the_cache_cost_more():
     assert fits.bandwidth_bytes_per_s == SHIPPED.cached_bytes_per_s
     assert exceeds.bandwidth_bytes_per_s == SHIPPED.memory_bytes_per_s
     assert exceeds.reduce_bytes_per_s <= exceeds.bandwidth_bytes_per_s
+
+
+def test_a_file_that_is_no_calibration_ends_no_job(own_cache):
+    calibration_file().parent.mkdir()
+    calibration_file().write_text("{}")
+    with pytest.warns(RuntimeWarning, match="delete it, or run farandole calibrate again; until then"):
+        assert calibration_in_use() == replace(SHIPPED, cores=usable_cores())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_uneven_all_to_all_works_whatever_the_calibration(monkeypatch, seed):
+    """Its ranks see different sizes, so a choice by size could differ between them."""
+    random = np.random.default_rng(seed)
+    figures = {field: float(10 ** random.uniform(-9, -3)) for field in ("latency_s", "step_s", "turn_s")}
+    mine = replace(SHIPPED, **figures)
+    monkeypatch.setattr(rendezvous, "calibration_in_use", lambda: mine)
+    counts = random.integers(0, 2000, (3, 3))
+    with farandole.local(3) as world:
+        arrived = world.run(
+            lambda comm: comm.all_to_all(
+                np.repeat(np.arange(3.0) + 10 * comm.rank, counts[comm.rank]),
+                counts=counts[comm.rank],
+                output_counts=counts[:, comm.rank],
+            )
+        )
+    for rank in range(3):
+        assert np.array_equal(arrived[rank], np.repeat(10 * np.arange(3.0) + rank, counts[:, rank]))
 
 
 # --- The commands -----------------------------------------------------------------------------------------------------

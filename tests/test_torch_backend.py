@@ -7,8 +7,10 @@ are in test_torch_programs.py.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -40,7 +42,6 @@ WAIT_S = 30
 def meet(world_size: int, *, timeout_s: float = WAIT_S, job_ranks=()) -> list[ProcessGroup]:
     """A group per rank."""
     store = dist.HashStore()
-    group_module._times_made.clear()  # not every rank takes part in every test
     with ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(lambda rank: join(store, rank, world_size, timeout_s, job_ranks), range(world_size)))
 
@@ -486,6 +487,18 @@ def test_premul_sum_scales_before_it_sums_and_rounds_once(world, dtype, as_tenso
     world.run(3, body)
 
 
+def test_sparse_tensors_of_16_bits_are_rounded_once(world):
+    def body(group):
+        value = 256.0 if group.rank() == 0 else 1.0
+        tensor = torch.sparse_coo_tensor(
+            [[1]], torch.tensor([value], dtype=torch.bfloat16), (3,), check_invariants=True
+        )
+        group.allreduce([tensor], with_options(c10d.AllreduceOptions, False)).wait()
+        same(tensor.to_dense(), torch.tensor([0, 260, 0], dtype=torch.bfloat16))
+
+    world.run(5, body)
+
+
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 def test_sparse_tensors_are_summed(world, op):
     """Also where ranks have different numbers of entries, entries twice, or none."""
@@ -570,6 +583,72 @@ def test_a_future_can_be_asked_for_twice_and_of_a_call_that_is_over(world):
         same(work.result()[0], torch.full((2,), float(group.size())))
         done = group.allreduce([torch.ones(2)], with_options(c10d.AllreduceOptions, False))
         assert done.get_future().wait() == []
+
+    world.run(2, body)
+
+
+def test_a_work_that_is_complete_has_delivered_its_result(world):
+    """Also where that takes a copy, or a conversion, at the end."""
+
+    def body(group):
+        strided = torch.ones(3, 4).t()[:, ::2]
+        scaled = torch.ones(3)
+        parts = [torch.zeros(2) for _ in range(group.size())]
+        half = with_options(c10d.AllreduceOptions, True, reduceOp=dist._make_nccl_premul_sum(0.5))
+        works = [
+            group.allreduce([strided], with_options(c10d.AllreduceOptions, True)),
+            group.allreduce([scaled], half),
+            group.allgather([parts], [torch.full((2,), 5.0)], with_options(c10d.AllgatherOptions, True)),
+        ]
+        while not all(work.is_completed() for work in works):
+            threading.Event().wait(0.001)
+        same(strided.contiguous(), torch.full((4, 2), float(group.size())))
+        same(scaled, torch.full((3,), 0.5 * group.size()))
+        same(torch.stack(parts), torch.full((group.size(), 2), 5.0))
+
+    world.run(3, body)
+
+
+def test_the_future_of_a_message_is_in_no_other_futures_way(world):
+    def body(group):
+        peer = 1 - group.rank()
+        got = torch.zeros(2)
+        message = group.recv([got], peer, 4).get_future()
+        total = torch.ones(2)
+        group.allreduce([total], with_options(c10d.AllreduceOptions, True)).get_future().wait()
+        same(total, torch.full((2,), 2.0))
+        assert not message.done()
+        group.barrier(with_options(c10d.BarrierOptions, False))
+        group.send([torch.full((2,), 7.0)], peer, 4).wait()
+        same(message.wait()[0], torch.full((2,), 7.0))
+
+    world.run(2, body)
+
+
+@pytest.mark.parametrize("use", ["nothing", "wait", "future"])
+def test_nothing_holds_the_tensors_of_a_call_that_is_over(world, use):
+    def body(group):
+        pending = group.recv([torch.zeros(1)], 1 - group.rank(), 8)  # others come and go meanwhile
+        references = []
+        for _ in range(5):
+            tensor = torch.ones(1000)
+            work = group.allreduce([tensor], with_options(c10d.AllreduceOptions, True))
+            if use == "wait":
+                work.wait()
+            if use == "future":
+                work.get_future().wait()
+            references.append(weakref.ref(tensor))
+            del tensor, work
+        group.barrier(with_options(c10d.BarrierOptions, False))
+        group.allreduce([torch.ones(1)], with_options(c10d.AllreduceOptions, True)).wait()
+        for _ in range(100):  # a thread that completes futures may be about to let go
+            gc.collect()
+            if not any(reference() is not None for reference in references):
+                break
+            threading.Event().wait(0.01)
+        assert [reference() for reference in references] == [None] * 5
+        group.send([torch.zeros(1)], 1 - group.rank(), 8).wait()
+        pending.wait()
 
     world.run(2, body)
 
@@ -719,6 +798,19 @@ def test_what_the_group_says_of_itself(world):
     assert len(set(world.run(2, body))) == 1
 
 
+def test_messages_are_no_part_of_the_sequence_number(world):
+    def body(group):
+        before = group._get_sequence_number_for_group()
+        if group.rank() == 0:
+            group.send([torch.ones(1)], 1).wait()
+        if group.rank() == 1:
+            group.recv([torch.ones(1)], 0).wait()
+        group.barrier(with_options(c10d.BarrierOptions, False))
+        return group._get_sequence_number_for_group() - before
+
+    assert world.run(3, body) == [1, 1, 1]
+
+
 def test_errors_name_the_ranks_of_the_job():
     groups = meet(2, timeout_s=0.1, job_ranks=[5, 7])
     with pytest.raises(CollectiveTimeoutError, match="in the job they are 5, 7"):
@@ -755,7 +847,6 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_groups_meet_again_at_a_store_that_outlives_them():
     store = dist.HashStore()
-    group_module._times_made.clear()
     for _ in range(3):
         for members in ([], [], [4, 6], [6, 4], [4, 6]):
             with ThreadPoolExecutor(2) as threads:
@@ -763,6 +854,30 @@ def test_groups_meet_again_at_a_store_that_outlives_them():
                 list(threads.map(lambda group: group.barrier().wait(), groups))
             for group in groups:
                 group.shutdown()
+
+
+def test_a_monitored_barrier_of_a_group_made_again_waits_for_everybody():
+    store = dist.HashStore()
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as threads:
+            groups = list(threads.map(lambda rank: join(store, rank, 2, 10), range(2)))
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass"):
+                groups[0].monitored_barrier(timedelta(seconds=0.1))
+            with pytest.raises(CollectiveTimeoutError, match="Rank 1 failed to pass"):
+                groups[1].monitored_barrier(timedelta(seconds=1))
+            list(threads.map(lambda group: group.monitored_barrier(timedelta(seconds=10)), groups))
+        for group in groups:
+            group.shutdown()
+
+
+def test_a_rank_meets_a_new_peer_at_a_new_store():
+    """It has made more groups than the other."""
+    for group in meet(2):
+        group.shutdown()
+    with pytest.raises(RendezvousError):
+        join(dist.HashStore(), 0, 2, 0.1)
+    for group in meet(2):
+        group.shutdown()
 
 
 def test_two_that_claim_one_rank_are_told_apart(monkeypatch):

@@ -138,6 +138,41 @@ def test_a_peer_that_dies_in_training_is_named_on_every_other_rank(tmp_path, wra
         assert re.search(rf"rank {survivor}: .*\brank 1 (ended|closed)", texts[survivor][0]), texts[survivor]
 
 
+def test_a_callback_that_still_runs_at_the_end_does_not_spoil_it(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import time
+        dist.init_process_group("farandole")
+        for index in range(3):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            work.get_future().then(lambda future: time.sleep(0.3))
+        dist.barrier()
+        if sys.argv[1] == "destroy":
+            dist.destroy_process_group()
+        """,
+    )
+    for how in ("destroy", "leave", "destroy", "leave"):
+        result = run(FARANDOLE, "run", "-n", 2, path, how)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_destroying_a_group_whose_ranks_differed_does_so_and_fails_the_process(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        dist.init_process_group("farandole")
+        dist.broadcast(torch.ones(2), dist.get_rank())  # each only sends
+        dist.destroy_process_group()
+        print(dist.is_initialized())
+        """,
+    )
+    result = run(FARANDOLE, "run", "-n", 2, path)
+    assert "True" not in result.stdout
+    assert "the ranks made different calls" in result.stderr
+    assert result.returncode == 1
+
+
 def test_ctrl_c_ends_a_call_that_waits(tmp_path):
     path = script(
         tmp_path,

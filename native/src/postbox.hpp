@@ -191,7 +191,6 @@ class Postbox {
 
   std::condition_variable changed_;  // pending_, num_waiting_ or is_closing_ changed
   std::thread thread_;
-  bool is_idle_ = false;  // whether the thread waits for a message to be posted
   bool is_closing_ = false;
 
   std::mutex mutex_;

@@ -11,7 +11,8 @@ import math
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "SHIPPED",
     "Calibration",
     "calibration_file",
+    "calibration_in_use",
     "last_level_cache_bytes",
     "load_calibration",
     "processor",
@@ -123,13 +125,22 @@ def load_calibration() -> Calibration:
     try:
         text = calibration_file().read_text()
     except OSError:
-        return Calibration(**{**asdict(SHIPPED), "cores": usable_cores()})
+        return replace(SHIPPED, cores=usable_cores())
     try:
         return Calibration.from_fields(json.loads(text))
     except ValueError as error:
         raise ArgumentError(
             f"{calibration_file()} is no calibration ({error}); delete it, or run farandole calibrate again"
         ) from None
+
+
+def calibration_in_use() -> Calibration:
+    """As `load_calibration`; but a file that is none is warned of, and `SHIPPED` is used: it is but a hint."""
+    try:
+        return load_calibration()
+    except ArgumentError as error:
+        warnings.warn(f"{error}; until then the figures shipped with farandole are used", RuntimeWarning, stacklevel=2)
+        return replace(SHIPPED, cores=usable_cores())
 
 
 def calibration_file() -> Path:

@@ -203,6 +203,9 @@ class CallTable:
 
     def _schedule(self, signature: Signature, payload_bytes: int) -> Schedule:
         algorithm, collective, world_size = signature.algorithm, signature.collective, self.world_size
+        arriving = signature.output_counts
+        if algorithm is None and arriving is not None and len({*signature.counts, *arriving}) > 1:
+            algorithm = "direct"  # which takes any counts; each rank sees other sizes, and might choose another
         if algorithm is None:
             algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration)
         if isinstance(algorithm, str):

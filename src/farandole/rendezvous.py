@@ -15,12 +15,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import farandole._native as _native
-from farandole.calibration import Calibration, load_calibration
+from farandole.calibration import Calibration, calibration_in_use
 from farandole.errors import RendezvousError
 from farandole.store import Address, StoreClient, StoreServer
 
@@ -224,7 +224,7 @@ def join_alone() -> Membership:
     """A world of one."""
     arena, _ = _create_arena(1)
     arena.close_descriptor()
-    return Membership(0, 1, arena, (os.getpid(),), (0,), load_calibration())
+    return Membership(0, 1, arena, (os.getpid(),), (0,), calibration_in_use())
 
 
 def join_threads(world_size: int) -> list[Membership]:
@@ -232,7 +232,7 @@ def join_threads(world_size: int) -> list[Membership]:
     arena, _ = _create_arena(world_size)
     arena.close_descriptor()
     everyone = tuple(range(world_size))
-    processes, calibration = (os.getpid(),) * world_size, load_calibration()
+    processes, calibration = (os.getpid(),) * world_size, calibration_in_use()
     return [Membership(rank, world_size, arena, processes, everyone, calibration) for rank in everyone]
 
 
@@ -444,13 +444,14 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
         if identity.rank == 0:
             arena, nonce = _create_arena(identity.world_size)
             offer = [os.getpid(), arena.descriptor, nonce]
-            calibration = asdict(load_calibration())
+            calibration = asdict(calibration_in_use())
         card = json.dumps(
             {
                 "process": os.getpid(),
                 "world_size": identity.world_size,
                 "arena": offer,
                 "calibration": calibration,
+                "cores": sorted(os.sched_getaffinity(0)),
             }
         )
         standing = meeting.set("rank", card)
@@ -489,7 +490,9 @@ def _share_memory(meeting: _Meeting, arena: _native.Arena | None, job_ranks: Seq
         arena or _map_arena(*cards[0]["arena"]),
         tuple(card["process"] for card in cards),
         tuple(job_ranks),
-        Calibration.from_fields(cards[0]["calibration"]),
+        replace(
+            Calibration.from_fields(cards[0]["calibration"]), cores=len(set().union(*(card["cores"] for card in cards)))
+        ),
     )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import farandole._native as _native
 from farandole.buffers import Buffer, registered_array
-from farandole.calibration import usable_cores
 from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
@@ -28,7 +27,7 @@ from farandole.failures import Abort, explain_failure
 from farandole.rendezvous import Membership
 from farandole.work import Receipt, Work, require_timeout
 
-__all__ = ["Runner", "close_all", "close_at_exit"]
+__all__ = ["Runner", "close_all", "close_at_exit", "tell_at_exit"]
 
 _CLOSE_GRACE_S = 1.0
 _SPINS = 2000
@@ -53,6 +52,11 @@ def close_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # too late for any other way to say that the results are worthless
+
+
+def tell_at_exit(error: CommunicationError) -> None:
+    """Have the process fail with ``error`` at its end, as where it came up it could not be raised."""
+    _untold.append(error)
 
 
 def close_all() -> None:
@@ -87,7 +91,7 @@ class Runner:
     """
 
     def __init__(self, membership: Membership) -> None:
-        num_cores = usable_cores()
+        num_cores = membership.calibration.cores
         spins, background_spins = (
             _SPINS if threads * membership.world_size <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
         )

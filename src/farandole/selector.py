@@ -11,7 +11,7 @@ is in each message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from farandole import algorithms
@@ -89,9 +89,10 @@ def choose(collective: str, world_size: int, nbytes: int, calibration: Calibrati
     return explain(collective, world_size, nbytes, calibration).chosen
 
 
-@lru_cache(maxsize=4096)
 def explain(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> Explanation:
     """The candidates with what they would cost, the choice, and why.
+
+    Sizes are rounded up to three binary digits (by a fifth at most), so that there are few of them to price.
 
     Args:
         collective: one of `farandole.collectives.COLLECTIVES`.
@@ -106,6 +107,12 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
         raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
     if world_size < 1 or nbytes < 0:
         raise ArgumentError(f"world_size is {world_size} and nbytes is {nbytes}; they must be >= 1 and >= 0")
+    unit = 1 << max(0, nbytes.bit_length() - 3)
+    return replace(_explain(collective, world_size, -(-nbytes // unit) * unit, calibration), nbytes=nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> Explanation:
     link = calibration.link(world_size, nbytes)
     candidates = []
     for name in algorithms.names(collective):
@@ -128,7 +135,7 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
         reason = f"predicted to be the fastest, {ahead:.2f} times as fast as {candidates[1].algorithm}"
     else:
         others = " and ".join(one.algorithm for one in close if one is not chosen)
-        reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does less"
+        reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does {TOLERANCE:.0%} less"
     return Explanation(collective, world_size, nbytes, chosen.algorithm, reason, tuple(candidates), calibration.source)
 
 

@@ -168,6 +168,11 @@ def data_parallel_with_power_sgd() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < first
+    weights = torch.cat([parameter.detach().flatten() for parameter in wrapped.parameters()])
+    everyones = [torch.empty_like(weights) for _ in range(size())]
+    dist.all_gather(everyones, weights)
+    for other in everyones:
+        torch.testing.assert_close(other, weights, rtol=0, atol=0)
 
 
 @check
@@ -196,8 +201,13 @@ def data_parallel_with_buffers() -> None:
     for step in range(3):
         (wrapped(batch(rank(), step)) + wrapped(batch(rank(), step + 9))).sum().backward()
     wrapped(batch(rank(), 5))
-    dist.broadcast(means := wrapped.module.norm.running_mean.clone(), 0)
-    assert means.isfinite().all()
+    everyones = [torch.empty(3) for _ in range(size())]
+    dist.all_gather(everyones, wrapped.module.norm.running_mean)
+    assert size() == 1 or not torch.equal(everyones[0], everyones[1])  # each has gone on by its own data
+    wrapped._sync_buffers()
+    dist.all_gather(everyones, wrapped.module.norm.running_mean)
+    for other in everyones:
+        torch.testing.assert_close(other, everyones[0], rtol=0, atol=0)
 
 
 # --- Sharded ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ SAMPLES: dict[str, tuple[str, str, int]] = {
 }
 """name -> collective, algorithm, bytes of the whole buffer."""
 
-_MOST_CROWDED_RANKS = 32
+_MOST_CROWDED_CORES = 16
 _MOST_APART = 1.5
 
 
@@ -86,14 +86,18 @@ def _measured() -> Calibration:
     Raises:
         ArgumentError: they do not.
     """
-    cores = usable_cores()
-    crowded_ranks = min(2 * cores, _MOST_CROWDED_RANKS)
+    own_cores = os.sched_getaffinity(0)
+    crowded_cores = sorted(own_cores)[:_MOST_CROWDED_CORES]
     console = Console(stderr=True)
     measured = []
     for attempt in ("first", "second"):
         with console.status(f"measuring, {attempt} time") if console.is_terminal else contextlib.nullcontext():
             seconds = _run(2, list(SAMPLES))
-            crowded_s = _run(crowded_ranks, ["tiny in one step"])["tiny in one step"]
+            os.sched_setaffinity(0, crowded_cores)  # of the ranks, too
+            try:
+                crowded_s = _run(2 * len(crowded_cores), ["tiny in one step"])["tiny in one step"]
+            finally:
+                os.sched_setaffinity(0, own_cores)
             measured.append(seconds | {"crowded": crowded_s})
     first, second = measured
     differing = [name for name in first if not 1 / _MOST_APART < first[name] / second[name] < _MOST_APART]
@@ -103,10 +107,10 @@ def _measured() -> Calibration:
             f"two measurements in a row differ too much ({figures}), so nothing was kept; calibrate when the machine "
             f"is idle (its load is {os.getloadavg()[0]:.1f})"
         )
-    return _calibration({name: min(first[name], second[name]) for name in first}, cores, crowded_ranks)
+    return _calibration({name: min(first[name], second[name]) for name in first}, len(crowded_cores))
 
 
-def _calibration(seconds: dict[str, float], cores: int, crowded_ranks: int) -> Calibration:
+def _calibration(seconds: dict[str, float], crowded_cores: int) -> Calibration:
     """What the model must cost for the samples to take these times."""
     latency_s = max(1e-9, (seconds["eight messages"] - seconds["one message"]) / 7)
     step_s = max(latency_s, seconds["tiny in two steps"] - seconds["tiny in one step"] - 2 * latency_s)
@@ -116,13 +120,14 @@ def _calibration(seconds: dict[str, float], cores: int, crowded_ranks: int) -> C
     return Calibration(
         latency_s=latency_s,
         step_s=step_s,
-        turn_s=max(step_s, seconds["crowded"] * cores / crowded_ranks),
+        # With two ranks to a core a step takes two turns, beside the 2 x 2 x cores messages that each core moves.
+        turn_s=max(step_s, (seconds["crowded"] - 4 * crowded_cores * latency_s) / 2),
         cached_bytes_per_s=1 / copying_s,
         memory_bytes_per_s=(64 << 20) / seconds["gather, 64 MiB"],
         # A rank copies half of it three times and adds up half of it, which is no faster than copying.
         reduce_bytes_per_s=0.5 / max(reducing_s - 1.5 * copying_s, copying_s / 2),
         cache_bytes=last_level_cache_bytes(),
-        cores=cores,
+        cores=usable_cores(),
         source=f"measured on {time.strftime('%Y-%m-%d')} on {processor()}",
     )
 

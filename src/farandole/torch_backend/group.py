@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from farandole.communicator import Communicator
-from farandole.errors import ArgumentError, CollectiveTimeoutError
+from farandole.errors import ArgumentError, CollectiveTimeoutError, CommunicationError
 from farandole.rendezvous import join_alone, join_at
+from farandole.runner import tell_at_exit
 from farandole.torch_backend.meeting import StoreMeetingPlace
 from farandole.torch_backend.tensors import (
     Delivery,
@@ -38,7 +38,7 @@ from farandole.torch_backend.tensors import (
     plain_input,
     plain_output,
 )
-from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
+from farandole.torch_backend.works import Completer, FinishedHandle, Handle, seconds_of
 from farandole.work import Work
 
 __all__ = ["ProcessGroup", "create"]
@@ -81,31 +81,21 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     secret = os.environ.get("FARANDOLE_SECRET", "").encode()
     if secret:  # of this group, so that nothing that is set for another passes for its own
         secret = hmac.new(secret, options.group_id.encode(), hashlib.sha256).digest()
+    place = StoreMeetingPlace(options.store, _meeting_name(options), secret)
     if size == 1:
         membership = join_alone()
     else:
-        place = StoreMeetingPlace(dist.PrefixStore(_meeting_name(options), options.store), secret)
         membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
-    return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, options.group_id)
-
-
-_times_made: Counter[tuple[object, ...]] = Counter()
-"""How often each rank has made the world, and each group in that world."""
+    return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
 
 
 def _meeting_name(options: Any) -> str:
-    """What tells this meeting from all before it: torch's store outlives the groups, and under torchrun the processes,
-    and its names for groups come again."""
-    members = tuple(options.global_ranks_in_group)
-    rank = members[options.group_rank] if members else options.group_rank
-    if not members:
-        _times_made[rank,] += 1
-    number_of_world = _times_made[rank,]
-    group = (rank, number_of_world, options.group_id, members)
-    _times_made[group] += 1
+    """What tells this meeting from all before it: torch's store may outlive the groups, and under torchrun the
+    processes, and its names for groups come again. Members make a group equally often at one store."""
+    who = hashlib.sha256(repr(list(options.global_ranks_in_group)).encode()).hexdigest()[:16]
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    who = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return f"meeting/{restart}/{number_of_world}/{who}/{_times_made[group]}"
+    number = options.store.add(f"made/{restart}/{who}/{options.group_rank}", 1)
+    return f"meeting/{restart}/{who}/{number}"
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -116,17 +106,18 @@ class ProcessGroup(dist.ProcessGroup):
     Args:
         communicator: of these ranks.
         store: torch's, of this group.
+        place: where this group met, for its monitored barriers.
         name: of the group.
     """
 
-    def __init__(self, communicator: Communicator, store: Any, name: str) -> None:
+    def __init__(self, communicator: Communicator, store: Any, place: StoreMeetingPlace, name: str) -> None:
         super().__init__(communicator.rank, communicator.world_size)
         self._communicator = communicator
         self._store = store
+        self._place = place
         self._name = name
         self._description = "undefined"
         self._completer = Completer()
-        self._handles = Handles()
         self._done = FinishedHandle([])
         self._num_monitored_barriers = 0
 
@@ -192,7 +183,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Nothing to do: every call carries its number from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return sum(entry.calls for entry in self._communicator.stats())
+        return sum(entry.calls for entry in self._communicator.stats() if entry.collective not in ("send", "recv"))
 
     def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """A tensor in registered memory; see `farandole.torch_backend.empty`."""
@@ -218,8 +209,13 @@ class ProcessGroup(dist.ProcessGroup):
     set_timeout = _set_default_timeout = setTimeout
 
     def shutdown(self) -> None:
-        """Leave the group; never needs the others."""
-        self._communicator.close()
+        """Leave the group; never needs the others. That the ranks' last calls differed fails the process at its end:
+        torch would not go on if it were raised here."""
+        try:
+            self._communicator.close()
+        except CommunicationError as error:
+            tell_at_exit(error)
+        self._completer.join()
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
@@ -239,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         works: list[Work] = [part.call(timeout=timeout_s, async_op=True) for part in parts]
         deliveries = [part.deliver for part in parts if part.deliver is not None]
         tensors = [tensor for part in parts for tensor in part.tensors]
-        return self._handles.keep(Handle(works, deliveries, tensors, self._completer))
+        return Handle(works, deliveries, tensors, self._completer)
 
     def _require_one_per_rank(self, tensors: Tensors, name: str) -> None:
         if len(tensors) != self.size():
@@ -272,7 +268,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Everybody gets all indices and values, as the sum is sparse, too. Waits for the others."""
         communicator, timeout_s = self._communicator, seconds_of(opts.timeout)
-        own = tensor.detach().coalesce()
+        own = tensor.detach()
+        is_short = own.dtype in (torch.float16, torch.bfloat16)
+        own = (own.to(torch.float32) if is_short else own).coalesce()  # summed in 32 bits, rounded once
         reducing = _Reducing(own.values(), opts.reduceOp)
         if reducing.op not in ("sum", "avg"):
             raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
@@ -285,7 +283,7 @@ class ProcessGroup(dist.ProcessGroup):
             total = total / communicator.world_size
         with torch.no_grad():
             tensor.copy_(total)
-        return self._handles.keep(Handle([], [], [tensor], self._completer))
+        return Handle([], [], [tensor], self._completer)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
@@ -476,7 +474,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         timeout_s = self._communicator.timeout_s if timeout is None else timeout.total_seconds()
         number = self._num_monitored_barriers = self._num_monitored_barriers + 1
-        place = StoreMeetingPlace(self._store, b"")
+        place = self._place
         verdict_key = f"monitored_barrier/{number}/verdict"
         if self.rank() != 0:
             place.set(f"monitored_barrier/{number}/{self.rank()}", "here")
@@ -525,7 +523,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, call: Call, row: Tensor, peer: int | None, tag: int, tensors: Tensors, deliver: Delivery
     ) -> dist.Work:
         work: Work = call(row, peer, tag=tag, async_op=True)
-        return self._handles.keep(Handle([work], [] if deliver is None else [deliver], tensors, self._completer))
+        # Messages end in any order, so each has a completer of its own.
+        return Handle([work], [] if deliver is None else [deliver], tensors, Completer())
 
     # -- the names of before 2.13 --------------------------------------------------------------------------------
 

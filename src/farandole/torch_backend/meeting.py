@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from farandole.errors import RendezvousError
 
 __all__ = ["StoreMeetingPlace"]
@@ -19,16 +21,18 @@ _LONGEST_LOOK_S = 0.02
 class StoreMeetingPlace:
     """A `farandole.rendezvous.MeetingPlace` in a `torch.distributed.Store`.
 
-    torch's stores believe whoever can reach them. With a ``secret``, values that were not set by somebody who knows it
-    are refused.
+    torch's stores believe whoever can reach them. With a ``secret``, values that were not set for this meeting by
+    somebody who knows it are refused. (So a stranger may still spoil the meeting, but not take part in it.)
 
     Args:
         store: of the group alone.
+        name: of the meeting: no other at this store has it.
         secret: of the job; empty if there is none.
     """
 
-    def __init__(self, store: Any, secret: bytes) -> None:
-        self._store = store
+    def __init__(self, store: Any, name: str, secret: bytes) -> None:
+        self._store = dist.PrefixStore(name, store)
+        self._name = name
         self._secret = secret
 
     def set(self, key: str, value: str) -> str:
@@ -60,7 +64,7 @@ class StoreMeetingPlace:
         return f"{self._seal(key, value)}{value}" if self._secret else value
 
     def _opened(self, key: str, stored: bytes) -> str:
-        text = stored.decode()
+        text = stored.decode(errors="replace")
         if not self._secret:
             return text
         size = hashlib.sha256().digest_size * 2
@@ -73,4 +77,4 @@ class StoreMeetingPlace:
         return value
 
     def _seal(self, key: str, value: str) -> str:
-        return hmac.new(self._secret, f"{key}\0{value}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, f"{self._name}\0{key}\0{value}".encode(), hashlib.sha256).hexdigest()

@@ -1,14 +1,16 @@
 """The handles that torch waits for, and the threads that complete its futures.
 
-torch's C++ code calls `wait` and `get_future` of a handle, and nothing keeps the Python half of one alive while it
-may: `Handles` does.
+torch's C++ code calls `wait` and `get_future` of a handle, and keeps it alive for as long as it may.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole.runner import close_at_exit
 from farandole.work import Work
 
-__all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
+__all__ = ["Completer", "FinishedHandle", "Handle", "seconds_of"]
 
-_MOST_KEPT = 4096
 _IDLE_S = 5.0
+_CALLBACKS_S = 10.0
 
 
 def seconds_of(timeout: timedelta) -> float | None:
@@ -97,7 +100,6 @@ class Handle(dist.Work):
         self._future: Any = None
         self._to_complete: Any = None  # what the future waits for, until somebody completes it
         self._lock = threading.RLock()
-        self.was_waited_for = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until all is done, or ``timeout`` is over; 0 waits as long as the calls may take.
@@ -110,7 +112,6 @@ class Handle(dist.Work):
         finally:
             if self.is_completed():
                 self.complete_future()
-        self.was_waited_for = True
         return True
 
     def wait_for_calls(self) -> None:
@@ -128,8 +129,12 @@ class Handle(dist.Work):
                 del self._deliveries[0]
 
     def is_completed(self) -> bool:
-        """Whether all is done, well or not."""
-        return all(work.has_ended() for work in self._works)
+        """Whether all is done, well or not, and what came out is where it belongs."""
+        if not all(work.has_ended() for work in self._works):
+            return False
+        with contextlib.suppress(Exception):  # told by `wait` and `exception`
+            self.settle()
+        return True
 
     def is_success(self) -> bool:
         """Whether all is done, and well."""
@@ -196,14 +201,16 @@ class Completer:
     """Completes futures in the order in which they were asked for, on threads of its own.
 
     One thread waits for the next handle. Callbacks run on it, and may wait for a future that comes later; so another
-    thread goes on while they do.
+    thread goes on while they do. For handles that end in this order: the collectives of one group.
     """
 
     def __init__(self) -> None:
+        self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._pending: deque[Handle] = deque()
         self._waits = False  # whether a thread waits for a handle
         self._num_idle = 0
+        self._is_closing = False
 
     def add(self, handle: Handle) -> None:
         """Complete the future of ``handle`` when it is done."""
@@ -218,12 +225,35 @@ class Completer:
         if self._num_idle:
             self._changed.notify()
         else:
-            threading.Thread(target=self._serve, name="farandole futures", daemon=True).start()
+            thread = threading.Thread(target=self._serve, name="farandole futures", daemon=True)
+            self._threads.add(thread)
+            _completers.add(self)
+            thread.start()
+
+    def join(self) -> None:
+        """Let callbacks end that still run, once all calls have ended: CPython cannot end a thread within one. Does not
+        wait for ever, nor for itself."""
+        limit = time.monotonic() + _CALLBACKS_S
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def _serve(self) -> None:
+        try:
+            self._complete_all()
+        finally:
+            with self._changed:
+                self._threads.discard(threading.current_thread())
+
+    def _complete_all(self) -> None:
         while True:
             with self._changed:
                 while not self._pending or self._waits:
+                    if self._is_closing and not self._pending:
+                        return
                     self._num_idle += 1
                     was_notified = self._changed.wait(_IDLE_S)
                     self._num_idle -= 1
@@ -239,17 +269,13 @@ class Completer:
             del handle
 
 
-class Handles:
-    """Keeps handles alive for as long as torch's C++ code may call them: until they were waited for."""
+_completers: weakref.WeakSet[Completer] = weakref.WeakSet()
 
-    def __init__(self) -> None:
-        self._kept: deque[Handle] = deque()
 
-    def keep(self, handle: Handle) -> Handle:
-        """Keep ``handle``, and let go of those before it that are through."""
-        self._kept.append(handle)
-        while self._kept and self._kept[0].was_waited_for:
-            self._kept.popleft()
-        if len(self._kept) > _MOST_KEPT and self._kept[0].is_completed():  # nobody will wait for it
-            self._kept.popleft()
-        return handle
+def _join_at_exit() -> None:
+    close_at_exit()  # ends all calls
+    for completer in list(_completers):
+        completer.join()
+
+
+atexit.register(_join_at_exit)
