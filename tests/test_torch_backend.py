@@ -630,7 +630,7 @@ def test_nothing_holds_the_tensors_of_a_call_that_is_over(world, use):
     def body(group):
         pending = group.recv([torch.zeros(1)], 1 - group.rank(), 8)  # others come and go meanwhile
         references = []
-        for _ in range(5):
+        for _ in range(20):
             tensor = torch.ones(1000)
             work = group.allreduce([tensor], with_options(c10d.AllreduceOptions, True))
             if use == "wait":
@@ -641,12 +641,14 @@ def test_nothing_holds_the_tensors_of_a_call_that_is_over(world, use):
             del tensor, work
         group.barrier(with_options(c10d.BarrierOptions, False))
         group.allreduce([torch.ones(1)], with_options(c10d.AllreduceOptions, True)).wait()
+        most = 8 if use == "nothing" else 0  # torch's C++ code may still ask for the last ones
         for _ in range(100):  # a thread that completes futures may be about to let go
             gc.collect()
-            if not any(reference() is not None for reference in references):
+            alive = [reference for reference in references if reference() is not None]
+            if len(alive) <= most:
                 break
             threading.Event().wait(0.01)
-        assert [reference() for reference in references] == [None] * 5
+        assert len(alive) <= most
         group.send([torch.zeros(1)], 1 - group.rank(), 8).wait()
         pending.wait()
 

@@ -38,7 +38,7 @@ from farandole.torch_backend.tensors import (
     plain_input,
     plain_output,
 )
-from farandole.torch_backend.works import Completer, FinishedHandle, Handle, seconds_of
+from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
 from farandole.work import Work
 
 __all__ = ["ProcessGroup", "create"]
@@ -118,6 +118,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._name = name
         self._description = "undefined"
         self._completer = Completer()
+        self._handles = Handles()
         self._done = FinishedHandle([])
         self._num_monitored_barriers = 0
 
@@ -235,7 +236,7 @@ class ProcessGroup(dist.ProcessGroup):
         works: list[Work] = [part.call(timeout=timeout_s, async_op=True) for part in parts]
         deliveries = [part.deliver for part in parts if part.deliver is not None]
         tensors = [tensor for part in parts for tensor in part.tensors]
-        return Handle(works, deliveries, tensors, self._completer)
+        return self._handles.keep(Handle(works, deliveries, tensors, self._completer))
 
     def _require_one_per_rank(self, tensors: Tensors, name: str) -> None:
         if len(tensors) != self.size():
@@ -283,7 +284,7 @@ class ProcessGroup(dist.ProcessGroup):
             total = total / communicator.world_size
         with torch.no_grad():
             tensor.copy_(total)
-        return Handle([], [], [tensor], self._completer)
+        return self._handles.keep(Handle([], [], [tensor], self._completer))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
@@ -524,7 +525,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         work: Work = call(row, peer, tag=tag, async_op=True)
         # Messages end in any order, so each has a completer of its own.
-        return Handle([work], [] if deliver is None else [deliver], tensors, Completer())
+        deliveries = [] if deliver is None else [deliver]
+        return self._handles.keep(Handle([work], deliveries, tensors, Completer()))
 
     # -- the names of before 2.13 --------------------------------------------------------------------------------
 

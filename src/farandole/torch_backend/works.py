@@ -1,6 +1,7 @@
 """The handles that torch waits for, and the threads that complete its futures.
 
-torch's C++ code calls `wait` and `get_future` of a handle, and keeps it alive for as long as it may.
+torch's C++ code calls `wait` and `get_future` of a handle. It keeps those alive that it got from a group itself, but not
+those that Python code hands it, as join does: `Handles` does that.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from farandole.runner import close_at_exit
 from farandole.work import Work
 
-__all__ = ["Completer", "FinishedHandle", "Handle", "seconds_of"]
+__all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
 
 _IDLE_S = 5.0
 _CALLBACKS_S = 10.0
+_MOST_UNASKED = 8
+_FEW = 32
 
 
 def seconds_of(timeout: timedelta) -> float | None:
@@ -100,6 +103,7 @@ class Handle(dist.Work):
         self._future: Any = None
         self._to_complete: Any = None  # what the future waits for, until somebody completes it
         self._lock = threading.RLock()
+        self._was_waited_for = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until all is done, or ``timeout`` is over; 0 waits as long as the calls may take.
@@ -112,7 +116,12 @@ class Handle(dist.Work):
         finally:
             if self.is_completed():
                 self.complete_future()
+        self._was_waited_for = True
         return True
+
+    def is_through(self) -> bool:
+        """Whether all is done, and somebody has been told."""
+        return self._was_waited_for or (self._future is not None and self._future.done())
 
     def wait_for_calls(self) -> None:
         """Wait until all calls have ended, well or not."""
@@ -267,6 +276,28 @@ class Completer:
                 self._pass_on()
             handle.complete_future()
             del handle
+
+
+class Handles:
+    """Keeps handles alive until they are through; and the last of those that nobody may ever ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Handle] = []
+        self._many = 0
+
+    def keep(self, handle: Handle) -> Handle:
+        """Keep ``handle``, and let go of those that are through."""
+        with self._lock:
+            if len(self._kept) < self._many:  # many are going on: not every time
+                self._kept.append(handle)
+                return handle
+            going_on = [kept for kept in self._kept if not kept.is_through()]
+            ended = [kept for kept in going_on if kept.is_completed()]
+            let_go = set(map(id, ended[:-_MOST_UNASKED]))
+            self._kept = [kept for kept in going_on if id(kept) not in let_go] + [handle]
+            self._many = 2 * len(self._kept) if len(self._kept) > _FEW else 0
+        return handle
 
 
 _completers: weakref.WeakSet[Completer] = weakref.WeakSet()
