@@ -1,7 +1,7 @@
 """The handles that torch waits for, and the threads that complete its futures.
 
-torch's C++ code calls `wait` and `get_future` of a handle. It keeps those alive that it got from a group itself, but not
-those that Python code hands it, as join does: `Handles` does that.
+torch's C++ code calls `wait` and `get_future` of a handle. It keeps those alive that it got from a group itself, but
+not those that Python code hands it, as join does: `Handles` does that.
 """
 
 from __future__ import annotations
