@@ -352,7 +352,7 @@ def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(ser
 
 def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
     """The meeting has succeeded: rank 0 cannot fail alone."""
-    card = {"process": os.getpid(), "world_size": 2, "arena": []}
+    card = {"process": os.getpid(), "world_size": 2, "arena": [], "cores": [0]}
     server.set("0/rank/1", json.dumps(card))
     server.set("0/mapped/1", "yes")
     over = time.monotonic() - 1
@@ -491,7 +491,7 @@ def test_others_are_told_that_a_rank_cannot_watch_them(server, client, monkeypat
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(rendezvous, "_num_joins", 0)
-    server.set("0/rank/1", json.dumps({"process": os.getppid(), "world_size": 2, "arena": []}))
+    server.set("0/rank/1", json.dumps({"process": os.getppid(), "world_size": 2, "arena": [], "cores": [0]}))
     with pytest.raises(RendezvousError, match=r"cannot watch the processes of 2 ranks: .*raise the limit with ulimit"):
         join(Identity(0, 2, server.address, False, b"secret"), 1e6)
     assert client.get("0/verdict", 0).startswith("rank 0 could not join: cannot watch the processes of 2 ranks")

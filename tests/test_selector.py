@@ -170,6 +170,8 @@ def test_a_calibration_is_kept_and_read_again(own_cache):
     "text",
     [
         "",
+        "\xff",
+        "[" * 100_000,
         "[]",
         "{}",
         json.dumps(asdict(SHIPPED) | {"step_s": -1.0}),
@@ -180,7 +182,7 @@ def test_a_calibration_is_kept_and_read_again(own_cache):
 )
 def test_a_file_that_is_no_calibration_is_named(own_cache, text):
     calibration_file().parent.mkdir()
-    calibration_file().write_text(text)
+    calibration_file().write_text(text, encoding="latin-1")
     with pytest.raises(ArgumentError, match=r"is no calibration .*delete it, or run farandole calibrate"):
         load_calibration()
 
@@ -265,6 +267,12 @@ def test_calibrate_finds_the_figures_that_the_samples_were_made_with(own_cache, 
     assert found.turn_s == pytest.approx(true.turn_s, rel=0.1)
     assert found.source.startswith("measured on ")
     assert json.loads(CliRunner().invoke(app, ["calibrate", "--show", "--json"]).stdout) == asdict(found)
+
+
+def test_calibrate_measures_nothing_that_it_could_not_keep(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "cannot keep the result" in str(calibrate(monkeypatch).exception)
 
 
 def test_calibrate_keeps_nothing_if_the_machine_is_busy(own_cache, monkeypatch):

@@ -138,6 +138,21 @@ def test_a_peer_that_dies_in_training_is_named_on_every_other_rank(tmp_path, wra
         assert re.search(rf"rank {survivor}: .*\brank 1 (ended|closed)", texts[survivor][0]), texts[survivor]
 
 
+@pytest.mark.parametrize("last", ["dist.broadcast(torch.ones(3), 0)", "dist.group.WORLD.monitored_barrier()"])
+def test_rank_0_takes_the_store_with_it_only_when_nobody_needs_it(tmp_path, last):
+    path = script(
+        tmp_path,
+        f"""
+        dist.init_process_group("farandole")
+        {last}
+        dist.destroy_process_group()
+        """,
+    )
+    for _ in range(6):
+        result = run(FARANDOLE, "run", "-n", 3, path)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_callback_that_still_runs_at_the_end_does_not_spoil_it(tmp_path):
     path = script(
         tmp_path,

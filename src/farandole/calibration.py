@@ -123,12 +123,10 @@ def load_calibration() -> Calibration:
         ArgumentError: the file is there and is no calibration.
     """
     try:
-        text = calibration_file().read_text()
+        return Calibration.from_fields(json.loads(calibration_file().read_text()))
     except OSError:
         return replace(SHIPPED, cores=usable_cores())
-    try:
-        return Calibration.from_fields(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(
             f"{calibration_file()} is no calibration ({error}); delete it, or run farandole calibrate again"
         ) from None

@@ -406,9 +406,9 @@ class _Meeting:
             return None
 
     def part(self) -> None:
-        """Leave a meeting that has succeeded. Rank 0, if it serves the store, stays until all have: they must learn of
-        it. If one takes too long, it has joined nevertheless."""
-        if self.identity.rank_0_serves:
+        """Leave a meeting that has succeeded. Rank 0, if it serves the store, or may do so, stays until all have: they
+        must learn of it. If one takes too long, it has joined nevertheless."""
+        if self.identity.rank_0_serves or not self.counted:
             with contextlib.suppress(RendezvousError):  # rank 0 has gone before
                 self.set("left")
                 if self.identity.rank == 0:

@@ -65,6 +65,7 @@ def calibrate(
     if show:
         calibration = load_calibration()
     else:
+        _require_place()
         calibration = _measured()
         _keep(calibration)
     if as_json:
@@ -149,10 +150,18 @@ def _run(ranks: int, samples: Sequence[str]) -> dict[str, float]:
     return seconds
 
 
+def _require_place() -> None:
+    """Raise an ArgumentError, before anything is measured, if the result could not be kept."""
+    folder = calibration_file().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"cannot keep the result in {folder}: {error}; set XDG_CACHE_HOME to a folder") from error
+
+
 def _keep(calibration: Calibration) -> None:
     """At once for every reader, whoever else writes."""
     path = calibration_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(asdict(calibration), indent=2) + "\n")
     temporary.replace(path)

@@ -480,6 +480,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self.rank() != 0:
             place.set(f"monitored_barrier/{number}/{self.rank()}", "here")
             (verdict,) = place.get_all([verdict_key], timeout_s + _VERDICT_S)
+            place.set(f"monitored_barrier/{number}/{self.rank()}/told", "yes")
             if verdict != _ALL_CAME:
                 raise CollectiveTimeoutError(
                     f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -498,6 +499,9 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             problem = _ALL_CAME
         place.set(verdict_key, problem)
+        # The store may end with this process: not before they know.
+        present = [rank for rank, word in zip(others, came, strict=True) if word is not None]
+        place.get_all([f"monitored_barrier/{number}/{rank}/told" for rank in present], _VERDICT_S)
         if problem != _ALL_CAME:
             raise CollectiveTimeoutError(problem)
 
@@ -526,7 +530,7 @@ class ProcessGroup(dist.ProcessGroup):
         work: Work = call(row, peer, tag=tag, async_op=True)
         # Messages end in any order, so each has a completer of its own.
         deliveries = [] if deliver is None else [deliver]
-        return self._handles.keep(Handle([work], deliveries, tensors, Completer()))
+        return self._handles.keep(Handle([work], deliveries, tensors, Completer(idle_s=0.0)))
 
     # -- the names of before 2.13 --------------------------------------------------------------------------------
 

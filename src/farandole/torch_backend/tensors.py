@@ -40,7 +40,7 @@ def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
 
 def plain_input(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of ``tensor`` in a row; a copy if it is strided."""
-    return tensor.detach().reshape(-1)
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
 
 
 def plain_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:

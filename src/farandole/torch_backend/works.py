@@ -25,7 +25,6 @@ from farandole.work import Work
 
 __all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
 
-_IDLE_S = 5.0
 _CALLBACKS_S = 10.0
 _MOST_UNASKED = 8
 _FEW = 32
@@ -211,9 +210,13 @@ class Completer:
 
     One thread waits for the next handle. Callbacks run on it, and may wait for a future that comes later; so another
     thread goes on while they do. For handles that end in this order: the collectives of one group.
+
+    Args:
+        idle_s: how long a thread stays that has nothing to do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float = 5.0) -> None:
+        self._idle_s = idle_s
         self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._pending: deque[Handle] = deque()
@@ -264,7 +267,7 @@ class Completer:
                     if self._is_closing and not self._pending:
                         return
                     self._num_idle += 1
-                    was_notified = self._changed.wait(_IDLE_S)
+                    was_notified = self._changed.wait(self._idle_s)
                     self._num_idle -= 1
                     if not was_notified and (not self._pending or self._waits):
                         return
