@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import os
 import re
@@ -509,6 +510,7 @@ def test_descriptors_of_processes_are_handed_over_once():
 
 def test_a_membership_that_nobody_takes_over_has_left_and_leaves_no_descriptor():
     arena = _native.Arena.create(world_size=2, num_slots=2, slot_bytes=64, nonce=0)
+    gc.collect()  # what earlier tests left
     before = set(Path("/proc/self/fd").iterdir())
     membership = Membership(0, 2, arena, (os.getpid(), os.getppid()), (0, 1), SHIPPED)
     assert set(Path("/proc/self/fd").iterdir()) != before
@@ -642,6 +644,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch, tmp_
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.setattr(processes.subprocess, "Popen", refuse)
+    gc.collect()  # what earlier tests left
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(BlockingIOError):
         run_processes([str(script)], 2)
