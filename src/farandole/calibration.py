@@ -105,7 +105,7 @@ class Calibration:
 SHIPPED = Calibration(
     latency_s=5e-8,
     step_s=3.5e-7,
-    turn_s=2.5e-6,
+    turn_s=1.5e-6,
     cached_bytes_per_s=4.5e10,
     memory_bytes_per_s=1.8e10,
     reduce_bytes_per_s=4.5e10,
