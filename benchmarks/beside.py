@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from farandole.calibration import processor, usable_cores
 from farandole.launch import run_processes
 
 __all__ = ["BACKENDS", "console", "groups", "print_machine", "run_ranks", "save", "say", "slowest", "summary"]
@@ -109,12 +110,10 @@ def save(result: dict[str, Any], path: Path | None) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     main = sys.modules["__main__"].__spec__
     return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": processor(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()}",
         "load_before": os.getloadavg()[0],
         "began": time.strftime("%Y-%m-%d %H:%M:%S %Z"),

@@ -119,11 +119,6 @@ def prove(schedule: Schedule) -> Proof:
     return Proof(interpretation, programs)
 
 
-@lru_cache(maxsize=256)
-def _named_schedule(collective: str, name: str, world_size: int, root: int) -> Schedule:
-    return algorithms.build(collective, name, world_size, root)
-
-
 @dataclass
 class CallTable:
     """The settled calls of one communicator's rank; those not used for longest are forgotten."""
@@ -210,7 +205,7 @@ class CallTable:
             algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration)
         if isinstance(algorithm, str):
             _require_known(collective, algorithm)
-            return _named_schedule(collective, algorithm, world_size, signature.root)
+            return selector.named_schedule(collective, algorithm, world_size, signature.root)
         schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
         if not isinstance(schedule, Schedule):
             raise ArgumentError(f"algorithm returned a {type(schedule).__name__}; it must return a Schedule")

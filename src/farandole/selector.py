@@ -20,7 +20,7 @@ from farandole.cost_model import price
 from farandole.errors import ArgumentError
 from farandole.schedule import Schedule
 
-__all__ = ["TOLERANCE", "Candidate", "Explanation", "choose", "explain"]
+__all__ = ["TOLERANCE", "Candidate", "Explanation", "choose", "explain", "named_schedule"]
 
 TOLERANCE = 0.05
 """Predictions that differ by no more than this part are as good as equal."""
@@ -116,8 +116,7 @@ def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibra
     link = calibration.link(world_size, nbytes)
     candidates = []
     for name in algorithms.names(collective):
-        schedule = _schedule(collective, name, world_size)
-        cost = price(schedule, nbytes, link)
+        cost = price(named_schedule(collective, name, world_size), nbytes, link)
         candidates.append(Candidate(name, cost.seconds, cost.rounds, cost.max_bytes_sent, cost.max_bytes_reduced))
     candidates.sort(key=lambda candidate: candidate.seconds)
     fastest = candidates[0]
@@ -143,6 +142,7 @@ def _work(candidate: Candidate) -> int:
     return candidate.max_bytes_sent + candidate.max_bytes_reduced
 
 
-@lru_cache(maxsize=256)
-def _schedule(collective: str, name: str, world_size: int) -> Schedule:
-    return algorithms.build(collective, name, world_size)
+@lru_cache(maxsize=512)
+def named_schedule(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:
+    """As `farandole.algorithms.build`; kept."""
+    return algorithms.build(collective, name, world_size, root)

@@ -248,12 +248,12 @@ class ProcessGroup(dist.ProcessGroup):
         """Every rank ends with the reduction of all ranks' tensor."""
         opts = c10d.AllreduceOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to all_reduce")
-        op = _OPS.get(opts.reduceOp.op)
-        if not opts.asyncOp and op is not None and tensor.grad_fn is None and not tensor.is_sparse:
-            self._communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
-            return self._done
         if tensor.is_sparse:
             return self._sparse_allreduce(tensor, opts)
+        op = _OPS.get(opts.reduceOp.op)
+        if not opts.asyncOp and op is not None and tensor.grad_fn is None:  # the fast way
+            self._communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
+            return self._done
         return self._run(opts, self._allreduce(tensor, opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -269,9 +269,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Everybody gets all indices and values, as the sum is sparse, too. Waits for the others."""
         communicator, timeout_s = self._communicator, seconds_of(opts.timeout)
-        own = tensor.detach()
-        is_short = own.dtype in (torch.float16, torch.bfloat16)
-        own = (own.to(torch.float32) if is_short else own).coalesce()  # summed in 32 bits, rounded once
+        own = tensor.detach().to(_wide(tensor.dtype)).coalesce()
         reducing = _Reducing(own.values(), opts.reduceOp)
         if reducing.op not in ("sum", "avg"):
             raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
@@ -284,7 +282,7 @@ class ProcessGroup(dist.ProcessGroup):
             total = total / communicator.world_size
         with torch.no_grad():
             tensor.copy_(total)
-        return self._handles.keep(Handle([], [], [tensor], self._completer))
+        return FinishedHandle([tensor])
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
@@ -512,17 +510,15 @@ class ProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "the tensors to send")
         return self._message(self._communicator.send, movable_input(tensor), dst, tag, [tensor], None)
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        """Receive from one rank."""
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
+        """Receive from one rank; from whichever sends if it is None."""
         tensor = only(tensors, "the tensors to receive")
         out, deliver = movable_output(tensor)
         return self._message(self._communicator.recv, out, src, tag, [tensor], deliver)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive from whichever rank sends; the handle's `source_rank` tells which."""
-        tensor = only(tensors, "the tensors to receive")
-        out, deliver = movable_output(tensor)
-        return self._message(self._communicator.recv, out, None, tag, [tensor], deliver)
+        return self.recv(tensors, None, tag)
 
     def _message(
         self, call: Call, row: Tensor, peer: int | None, tag: int, tensors: Tensors, deliver: Delivery
@@ -565,8 +561,8 @@ class _Reducing:
         kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (reduce_op, None)
         self.is_scaled = kind == dist.ReduceOp.RedOpType.PREMUL_SUM
         self.operand = tensor.detach()
-        if self.is_scaled:  # 16-bit floats are scaled and summed in 32 bits, and rounded once
-            wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+        if self.is_scaled:
+            wide = _wide(tensor.dtype)
             self.operand = (self.operand.to(wide) * factor).to(wide)
             kind = dist.ReduceOp.RedOpType.SUM
         if kind not in _OPS:
@@ -582,6 +578,11 @@ class _Reducing:
             tensor.detach().copy_(self.operand)
 
         return deliver
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in here: 16-bit floats are summed in 32 bits, and rounded once."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _unless_equal(counts: Sequence[int]) -> Sequence[int] | None:
