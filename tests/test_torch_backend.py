@@ -678,7 +678,7 @@ def test_many_works_in_flight_on_two_groups_from_two_threads(world):
     ("call", "message"),
     [
         (lambda g: g.allreduce([torch.ones(1), torch.ones(1)]), "are 2; there must be one"),
-        (lambda g: g.allgather([[torch.ones(1)]], [torch.ones(1)]), "output_lists has 1 tensors; it must have 2"),
+        (lambda g: g.allgather([[torch.ones(1)]], [torch.ones(1)]), "tensor_list has 1 tensors; it must have 2"),
         (lambda g: g.alltoall([torch.ones(1)], [torch.ones(1)]), "output_tensor_list has 1 tensors"),
         (lambda g: g.all_gather_single(torch.ones(2), torch.ones(1, dtype=torch.float64)), "they must be equal"),
         (lambda g: g.all_to_all_single(torch.ones(3), torch.ones(4), [], []), "output has 3 rows"),
@@ -828,7 +828,7 @@ def test_registered_memory_is_used_where_it_is(world):
         output = group.empty((1 << 19) * 2, torch.float32)
         group.all_gather_single(output, tensor).wait()
         same(output, torch.cat([tensor.clone()] * 2))
-        stats = group._communicator.stats()
+        stats = group.communicator.stats()
         return sum(entry.bytes_mapped for entry in stats)
 
     assert min(world.run(2, body)) >= 1 << 21
@@ -885,7 +885,9 @@ def test_a_rank_meets_a_new_peer_at_a_new_store():
 def test_two_that_claim_one_rank_are_told_apart(monkeypatch):
     monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
     store = dist.HashStore()
-    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set("0/rank/0", '{"process": 1}')
+    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
+        "0/rank/0", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "cores": [0], "calibration": null}'
+    )
     with pytest.raises(RendezvousError, match="two processes claim rank 0"):
         join(store, 0, 2, 1)
 
@@ -898,7 +900,7 @@ def test_with_a_secret_what_a_stranger_sets_is_refused(monkeypatch):
     monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
     store = dist.HashStore()
     dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
-        "0/rank/1", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "calibration": null}'
+        "0/rank/1", '{"process": 1, "world_size": 2, "arena": [], "cores": [0], "calibration": null}'
     )
     with pytest.raises(RendezvousError, match="was not set by a rank that knows FARANDOLE_SECRET"):
         join(store, 0, 2, 5)

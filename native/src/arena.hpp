@@ -60,9 +60,10 @@ enum class Abort : std::uint32_t {
   interrupted,
   out_of_memory,
   unmapped,  // it could not map the registered memory of another
-  // These two are about the rank whose MessageRecord says more.
+  // These are about the rank whose MessageRecord says more.
   message_mismatch,
-  message_timeout
+  message_timeout,
+  too_many_unexpected
 };
 
 // The collective that a rank is in, for the errors and the status display of other ranks. Written
@@ -77,6 +78,21 @@ struct CallRecord {
   // number that differ here made different calls, even if they never meet on a channel. One word,
   // so that the two belong together; relaxed.
   std::atomic<std::uint64_t> agreement{0};
+  // The part of another rank that did not fit, before this rank aborted for that: its bytes, those
+  // expected, and the rank plus 1; 0 if there is none.
+  std::atomic<std::uint64_t> misfit_bytes{0};
+  std::atomic<std::uint64_t> expected_bytes{0};
+  std::atomic<std::uint64_t> misfit_rank{0};
+};
+
+// What a rank last refused to call, as what its user asked for can never work: in words, for the
+// errors of ranks that wait for it. Written by its rank alone, by one thread at a time; relaxed: a
+// snapshot, in which two refusals may be mixed.
+struct RefusalRecord {
+  static constexpr std::size_t kWords = 63;
+
+  std::atomic<std::uint64_t> calls_begun{0};  // by then, plus 1; 0 if it has refused none
+  std::array<std::atomic<std::uint64_t>, kWords> text{};  // ends at the first byte that is 0
 };
 
 // The message that a rank began last or, once the communicator was aborted about one, that one. For
@@ -86,7 +102,8 @@ struct MessageRecord {
   std::atomic<std::uint64_t> bytes{0};  // of this rank's buffer
   std::atomic<std::int64_t> tag{0};
   std::atomic<std::int64_t> timeout_ns{0};  // 0 if it has none
-  // What a receive was matched with and did not fit, if anything: as above, of the rank that sent.
+  // What arrived and ended all, if anything, as it did not fit its receive or was too much to keep:
+  // as above, of the rank that sent.
   std::atomic<std::uint64_t> arrived_what{0};
   std::atomic<std::uint64_t> arrived_bytes{0};
 };
@@ -122,6 +139,7 @@ struct alignas(kCacheLine) RankState {
   HeapCard heap;
   alignas(kCacheLine) CallRecord call;
   alignas(kCacheLine) MessageRecord message;
+  alignas(kCacheLine) RefusalRecord refusal;
 };
 
 struct alignas(kCacheLine) ArenaHeader {

@@ -10,7 +10,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cmath>
+#include <cstring>
+#include <limits>
+#include <string_view>
 
 #include "arena.hpp"
 #include "engine.hpp"
@@ -105,7 +109,7 @@ bool wait_for_work(Waitable& work, double timeout_s) {
   const std::chrono::duration<double> limit(timeout_s);
   while (!work.is_done()) {
     const std::chrono::duration<double> left = limit - (std::chrono::steady_clock::now() - start);
-    if (left.count() <= 0) return false;
+    if (!(left.count() > 0)) return false;  // nor is it if there is no such time
     {
       const WithoutGil released;
       work.wait_for(left < kSlice ? std::chrono::duration_cast<std::chrono::nanoseconds>(left)
@@ -164,20 +168,51 @@ double seconds_of(const std::atomic<std::int64_t>& timeout_ns) {
   return nanoseconds > 0 ? static_cast<double>(nanoseconds) * 1e-9 : HUGE_VAL;
 }
 
-using CallTuple =
-    std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double, bool>;
+// What the rank of `engine` has refused, for others; longer texts are cut.
+void refuse(const Engine& engine, std::string_view text) {
+  const RankState& state = engine.arena().rank(engine.rank());
+  RefusalRecord& record = engine.arena().rank(engine.rank()).refusal;
+  std::array<char, sizeof(record.text)> bytes{};
+  text.copy(bytes.data(), bytes.size() - 1);
+  for (std::size_t i = 0; i < record.text.size(); ++i) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + i * sizeof(word), sizeof(word));
+    record.text[i].store(word, std::memory_order_relaxed);
+  }
+  record.calls_begun.store(state.call.sequence.load(std::memory_order_relaxed) + 1,
+                           std::memory_order_relaxed);
+}
+
+// What a rank has refused since the call it began last, if anything.
+nb::bytes refusal_of(const RankState& state) {
+  const RefusalRecord& record = state.refusal;
+  const std::uint64_t begun = state.call.sequence.load(std::memory_order_relaxed);
+  if (record.calls_begun.load(std::memory_order_relaxed) != begun + 1) return nb::bytes("", 0);
+  std::array<char, sizeof(record.text)> bytes{};
+  for (std::size_t i = 0; i < record.text.size(); ++i) {
+    const std::uint64_t word = record.text[i].load(std::memory_order_relaxed);
+    std::memcpy(bytes.data() + i * sizeof(word), &word, sizeof(word));
+  }
+  return nb::bytes(bytes.data(), strnlen(bytes.data(), bytes.size()));
+}
+
+using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double,
+                             bool, std::uint64_t, std::uint64_t, std::uint64_t, nb::bytes>;
 
 std::vector<CallTuple> calls_of(const Engine& engine) {
   std::vector<CallTuple> calls;
   const Arena& arena = engine.arena();
   for (std::uint32_t rank = 0; rank < arena.geometry().world_size; ++rank) {
     const RankState& state = arena.rank(rank);
-    calls.emplace_back(state.call.sequence.load(std::memory_order_relaxed),
-                       state.call.finished.load(std::memory_order_relaxed),
-                       state.call.what.load(std::memory_order_relaxed),
-                       state.call.count.load(std::memory_order_relaxed),
-                       seconds_of(state.call.timeout_ns),
-                       state.closed.load(std::memory_order_acquire) != 0);
+    calls.emplace_back(
+        state.call.sequence.load(std::memory_order_relaxed),
+        state.call.finished.load(std::memory_order_relaxed),
+        state.call.what.load(std::memory_order_relaxed),
+        state.call.count.load(std::memory_order_relaxed), seconds_of(state.call.timeout_ns),
+        state.closed.load(std::memory_order_acquire) != 0,
+        state.call.misfit_rank.load(std::memory_order_relaxed),
+        state.call.misfit_bytes.load(std::memory_order_relaxed),
+        state.call.expected_bytes.load(std::memory_order_relaxed), refusal_of(state));
   }
   return calls;
 }
@@ -261,13 +296,14 @@ NB_MODULE(_native, module) {
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
                        std::vector<int> process_descriptors, std::uint32_t spins,
                        std::uint32_t background_spins, std::uint32_t yields,
-                       std::size_t smallest_mapped_bytes) {
-             return std::make_shared<Engine>(
-                 std::move(arena), rank, std::move(process_descriptors),
-                 Tuning{spins, background_spins, yields, smallest_mapped_bytes});
+                       std::size_t smallest_mapped_bytes, std::size_t most_unexpected_bytes) {
+             return std::make_shared<Engine>(std::move(arena), rank, std::move(process_descriptors),
+                                             Tuning{spins, background_spins, yields,
+                                                    smallest_mapped_bytes, most_unexpected_bytes});
            }),
            "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a = 0, "background_spins"_a = 0,
-           "yields"_a = 0, "smallest_mapped_bytes"_a = 0)
+           "yields"_a = 0, "smallest_mapped_bytes"_a = 0,
+           "most_unexpected_bytes"_a = std::numeric_limits<std::size_t>::max())
       .def(
           "run",
           [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,
@@ -295,6 +331,7 @@ NB_MODULE(_native, module) {
              return std::pair{static_cast<int>(reason), subject};
            })
       .def("allocate", &allocate, "num_bytes"_a)
+      .def("refuse", &refuse, "text"_a)
       .def("calls", &calls_of)
       .def("messages", &messages_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());

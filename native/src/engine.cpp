@@ -391,6 +391,7 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
     const Reader& end = reader(operand.channel);
     const Label label = end.label();
     if (label.fingerprint != history_ || label.total_bytes != operation.bytes) {
+      if (label.fingerprint == history_) record_misfit(operand.peer, label.total_bytes, operation);
       abort(Abort::mismatch, operand.peer);
       std::tie(receipt.status, receipt.subject) = aborted();
       return false;
@@ -505,6 +506,16 @@ void Engine::wait(const Call& call, Receipt& receipt, const Interrupted& interru
     if (interrupted && interrupted()) abort(Abort::interrupted, rank_);
     check_peers(call);
   }
+}
+
+// Only of the call that ends all: after an abort the records stay as they are.
+void Engine::record_misfit(std::uint32_t peer, std::uint64_t bytes,
+                           const Plan::Operation& operation) noexcept {
+  if (aborted().first != Abort::none) return;
+  CallRecord& record = arena_->rank(rank_).call;
+  record.misfit_bytes.store(bytes, std::memory_order_relaxed);
+  record.expected_bytes.store(operation.bytes, std::memory_order_relaxed);
+  record.misfit_rank.store(peer + 1, std::memory_order_relaxed);
 }
 
 std::uint64_t Engine::agreement() const noexcept {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -74,6 +75,8 @@ struct Tuning {
   std::uint32_t yields = 0;
   // Below this a copy costs less than to wait until the readers are through.
   std::size_t smallest_mapped_bytes = 0;
+  // How much may wait in memory of its own for receives that were not posted yet.
+  std::size_t most_unexpected_bytes = std::numeric_limits<std::size_t>::max();
 };
 
 // The future of a submitted call. Its owner may be any thread.
@@ -161,6 +164,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check_peers(const Call& call);
   void check_readers(const Writer& end, bool whole);
   std::uint64_t agreement() const noexcept;  // see CallRecord
+  void record_misfit(std::uint32_t peer, std::uint64_t bytes,
+                     const Plan::Operation& operation) noexcept;
   void ring_all() noexcept;
   void finish_close() noexcept;
   void serve();

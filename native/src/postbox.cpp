@@ -352,7 +352,13 @@ bool Postbox::accept(std::uint32_t src, const Envelope& envelope) {
     return true;
   }
   if (from.num_receives + num_any_receives_ + num_stuck_sends_ == 0) return false;
+  if (envelope.bytes > engine_->tuning().most_unexpected_bytes - unexpected_bytes_) {
+    record_arrived(src, envelope);
+    fail(Abort::too_many_unexpected, rank_);
+    return false;
+  }
   auto data = std::make_unique_for_overwrite<std::byte[]>(envelope.bytes);
+  unexpected_bytes_ += envelope.bytes;
   unexpected_.push_back({src, envelope, std::move(data)});
   from.unexpected = &unexpected_.back();
   return true;
@@ -377,6 +383,7 @@ bool Postbox::take_unexpected(const std::shared_ptr<Message>& message) {
     copy(message->data_, found->data.get(), bytes, bytes);
     finish(*message, {.bytes_received = bytes});
   }
+  unexpected_bytes_ -= bytes;
   unexpected_.erase(found);
   return true;
 }
@@ -389,11 +396,16 @@ bool Postbox::bind(const std::shared_ptr<Message>& message, std::uint32_t src,
     return true;
   }
   record(*message);
+  record_arrived(src, envelope);
+  fail(Abort::message_mismatch, rank_);
+  return false;
+}
+
+void Postbox::record_arrived(std::uint32_t src, const Envelope& envelope) noexcept {
+  if (engine_->aborted().first != Abort::none) return;
   MessageRecord& record = engine_->arena().rank(rank_).message;
   record.arrived_what.store(what_of(true, src, envelope.dtype), std::memory_order_relaxed);
   record.arrived_bytes.store(envelope.bytes, std::memory_order_relaxed);
-  fail(Abort::message_mismatch, rank_);
-  return false;
 }
 
 void Postbox::count(const Message& receive, int change) noexcept {
@@ -449,6 +461,7 @@ void Postbox::stop(const Receipt& verdict) noexcept {
   verdict_ = verdict;
   posted_.clear();
   unexpected_.clear();
+  unexpected_bytes_ = 0;
   sending_.clear();
   num_any_receives_ = 0;
   for (Destination& to : destinations_) to.queue.clear();

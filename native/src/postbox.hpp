@@ -165,6 +165,7 @@ class Postbox {
   Clock::time_point check_deadlines(Clock::time_point now) noexcept;
   void check_peers() noexcept;
   void record(const Message& message) noexcept;
+  void record_arrived(std::uint32_t src, const Envelope& envelope) noexcept;
 
   const std::shared_ptr<Engine> engine_;
   const std::uint32_t rank_;
@@ -181,6 +182,7 @@ class Postbox {
   std::vector<Source> sources_;
   std::list<std::shared_ptr<Message>> posted_;  // receives without a message, in that order, too
   std::list<Unexpected> unexpected_;            // in the order in which they began to arrive
+  std::uint64_t unexpected_bytes_ = 0;          // of all of these
   std::uint32_t num_any_receives_ = 0;          // in posted_, from any rank
   std::uint32_t num_stuck_sends_ = 0;           // threads that wait for a send, and nothing moves
   std::uint32_t num_waiting_ = 0;               // threads that wait for a message

@@ -7,6 +7,7 @@ done.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 import sys
@@ -55,6 +56,12 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return self.count * self.dtype.itemsize
+
+    def poison(self) -> None:
+        """Fill what the user sees with what nobody takes for a result: NaN, -1, the largest of unsigned numbers."""
+        ctypes.memset(self.address, 1 if self.dtype.name == "bool" else 0xFF, self.nbytes)
+        if self.deliver is not None:
+            self.deliver()
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether the two share memory."""

@@ -41,6 +41,9 @@ class CallRecord:
         count: elements of the array that the rank gave.
         timeout_s: how long the rank waits in it; infinite if for ever.
         closed: whether the rank closed its communicator.
+        misfit_rank: the rank whose part did not fit, plus 1; 0 if none.
+        misfit_bytes, expected_bytes: of that part, and what was expected.
+        refusal: in words, a call that the rank has refused since, as it could never work; empty if none.
     """
 
     sequence: int
@@ -49,13 +52,29 @@ class CallRecord:
     count: int
     timeout_s: float
     closed: bool
+    misfit_rank: int
+    misfit_bytes: int
+    expected_bytes: int
+    refusal: bytes
 
     def __str__(self) -> str:
         """As in "rank 3: ..."."""
-        if self.what == 0:
-            return "no call yet"
-        finished = ", which it has finished" if self.finished == self.sequence else ""
-        return f"{self.describe()}, collective number {self.sequence}{finished}"
+        text = "no call yet"
+        if self.what:
+            finished = ", which it has finished" if self.finished == self.sequence else ""
+            text = f"{self.describe()}, collective number {self.sequence}{finished}"
+        return f"{text}; then it refused {self.refused}" if self.refusal else text
+
+    @property
+    def refused(self) -> str:
+        """The call that the rank refused, and why."""
+        return self.refusal.decode(errors="ignore")
+
+    def describe_misfit(self, rank: int) -> str:
+        """The part that did not fit on ``rank``, whose record this is."""
+        itemsize = self._dtype.itemsize
+        sent, expected = self.misfit_bytes // itemsize, self.expected_bytes // itemsize
+        return f"rank {self.misfit_rank - 1} sends rank {rank} {sent} elements, and rank {rank} expects {expected}"
 
     @property
     def name(self) -> str:
@@ -66,11 +85,15 @@ class CallRecord:
         """The call alone, as the user would write it."""
         return f"{self.name}({', '.join(self._arguments())})"
 
+    @property
+    def _dtype(self) -> DType:
+        return DTYPES[_DTYPES_BY_CODE[self.what >> 8 & 0xFF]]
+
     def _arguments(self) -> list[str]:
         if self.name in ("barrier", "split"):
             return []
-        dtype, op, algorithm, rank = (self.what >> shift & 0xFF for shift in (8, 16, 24, 32))
-        arguments = [f"{self.count} x {_DTYPES_BY_CODE[dtype]}"]
+        op, algorithm, rank = (self.what >> shift & 0xFF for shift in (16, 24, 32))
+        arguments = [f"{self.count} x {self._dtype.name}"]
         if op != _NO_OP:
             arguments.append(_OPS_BY_CODE[op])
         if self.name in _RANK_ARGUMENTS:
@@ -91,7 +114,8 @@ class MessageRecord:
         nbytes: of the array that the rank gave.
         tag: of the message.
         timeout_s: how long it may take; infinite if for ever.
-        arrived_what, arrived_nbytes: the message that a recv did not fit; its peer is the rank that sent it.
+        arrived_what, arrived_nbytes: the message that a recv did not fit, or that was too much to keep; its peer is
+            the rank that sent it.
     """
 
     what: int
@@ -114,7 +138,7 @@ class MessageRecord:
 
     @property
     def arrived_from(self) -> int:
-        """The rank whose message this recv did not fit."""
+        """The rank whose message that was."""
         return self.arrived_what >> 32
 
     def describe(self) -> str:
@@ -123,7 +147,7 @@ class MessageRecord:
         return self._text(name, self.what, self.nbytes, f"{role}={self.peer}")
 
     def describe_arrived(self, dst: int) -> str:
-        """The send to rank ``dst`` that this recv did not fit, as the user would write it."""
+        """The send to rank ``dst`` of that message, as the user would write it."""
         return self._text("send", self.arrived_what, self.arrived_nbytes, f"dst={dst}")
 
     def _text(self, name: str, what: int, nbytes: int, peer: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
+from farandole.call_records import CALLS
 from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.collectives import is_reducing
 from farandole.dtypes import DTYPES, require_reducible
@@ -61,6 +62,7 @@ class Communicator:
         self._runner = Runner(membership)
         self._repeat = self._runner.repeats.run
         self._in_flight = self._runner.in_flight
+        self._refusals = {name: _Refusals(self._runner, name) for name in (*CALLS, "send", "recv")}
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -98,12 +100,13 @@ class Communicator:
         at_once = not async_op and not self._in_flight
         if at_once and self._repeat(_ALL_REDUCE, tensor, result, op, 0, algorithm, timeout_s):
             return result
-        source, target = self._in_and_out(tensor, out)
-        _require_same_count("out", target, source.count)
-        signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
-        return self._runner.run(
-            signature, source, target, timeout_s, async_op, repeat=(_ALL_REDUCE, tensor, result, op, 0, algorithm)
-        )
+        with self._refusals["all_reduce"]:
+            source, target = self._in_and_out(tensor, out)
+            _require_same_count("out", target, source.count)
+            signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
+            return self._runner.run(
+                signature, source, target, timeout_s, async_op, repeat=(_ALL_REDUCE, tensor, result, op, 0, algorithm)
+            )
 
     def reduce_scatter(
         self,
@@ -136,16 +139,17 @@ class Communicator:
         at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_REDUCE_SCATTER, tensor, out, op, 0, algorithm, timeout_s):
             return out
-        repeat = (_REDUCE_SCATTER, tensor, out, op, 0, algorithm) if repeats else None
-        source = read_buffer(tensor)
-        parts, rows = self._parts(source, counts, "tensor")
-        if out is None:
-            out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
-        target = self._output(out, source)
-        _require_same_count("out", target, parts[self.rank])
-        signature = self._signature("reduce_scatter", source, op=op, counts=parts, algorithm=algorithm)
-        start = sum(parts[: self.rank])
-        return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
+        with self._refusals["reduce_scatter"]:
+            repeat = (_REDUCE_SCATTER, tensor, out, op, 0, algorithm) if repeats else None
+            source = read_buffer(tensor)
+            parts, rows = self._parts(source, counts, "tensor")
+            if out is None:
+                out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
+            target = self._output(out, source)
+            _require_same_count("out", target, parts[self.rank])
+            signature = self._signature("reduce_scatter", source, op=op, counts=parts, algorithm=algorithm)
+            start = sum(parts[: self.rank])
+            return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_gather(
         self,
@@ -176,16 +180,17 @@ class Communicator:
         at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_ALL_GATHER, tensor, out, None, 0, algorithm, timeout_s):
             return out
-        repeat = (_ALL_GATHER, tensor, out, None, 0, algorithm) if repeats else None
-        source = read_buffer(tensor)
-        parts, rows = self._parts_from_own(source, counts)
-        if out is None:
-            out = empty_like(tensor, (sum(rows), *source.shape[1:]))
-        target = self._output(out, source)
-        _require_same_count("out", target, sum(parts))
-        signature = self._signature("all_gather", source, counts=parts, algorithm=algorithm)
-        start = sum(parts[: self.rank])
-        return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
+        with self._refusals["all_gather"]:
+            repeat = (_ALL_GATHER, tensor, out, None, 0, algorithm) if repeats else None
+            source = read_buffer(tensor)
+            parts, rows = self._parts_from_own(source, counts)
+            if out is None:
+                out = empty_like(tensor, (sum(rows), *source.shape[1:]))
+            target = self._output(out, source)
+            _require_same_count("out", target, sum(parts))
+            signature = self._signature("all_gather", source, counts=parts, algorithm=algorithm)
+            start = sum(parts[: self.rank])
+            return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def broadcast(
         self,
@@ -213,12 +218,18 @@ class Communicator:
         at_once = not async_op and not self._in_flight
         if at_once and self._repeat(_BROADCAST, tensor, tensor, None, src, algorithm, timeout_s):
             return tensor
-        self._require_rank("src", src)
-        buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
-        signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
-        return self._runner.run(
-            signature, buffer, buffer, timeout_s, async_op, repeat=(_BROADCAST, tensor, tensor, None, src, algorithm)
-        )
+        with self._refusals["broadcast"]:
+            self._require_rank("src", src)
+            buffer = write_buffer(tensor) if self.rank != src else read_buffer(tensor)
+            signature = self._signature("broadcast", buffer, counts=(buffer.count,), algorithm=algorithm, root=int(src))
+            return self._runner.run(
+                signature,
+                buffer,
+                buffer,
+                timeout_s,
+                async_op,
+                repeat=(_BROADCAST, tensor, tensor, None, src, algorithm),
+            )
 
     def reduce(
         self,
@@ -253,16 +264,19 @@ class Communicator:
         at_once = not async_op and not self._in_flight
         if at_once and self._repeat(_REDUCE, tensor, result, op, dst, algorithm, timeout_s):
             return result
-        self._require_rank("dst", dst)
-        if self.rank == dst:
-            source, target = self._in_and_out(tensor, out)
-            _require_same_count("out", target, source.count)
-        else:
-            source = target = read_buffer(tensor)
-        signature = self._signature("reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst))
-        return self._runner.run(
-            signature, source, target, timeout_s, async_op, repeat=(_REDUCE, tensor, result, op, dst, algorithm)
-        )
+        with self._refusals["reduce"]:
+            self._require_rank("dst", dst)
+            if self.rank == dst:
+                source, target = self._in_and_out(tensor, out)
+                _require_same_count("out", target, source.count)
+            else:
+                source = target = read_buffer(tensor)
+            signature = self._signature(
+                "reduce", source, op=op, counts=(source.count,), algorithm=algorithm, root=int(dst)
+            )
+            return self._runner.run(
+                signature, source, target, timeout_s, async_op, repeat=(_REDUCE, tensor, result, op, dst, algorithm)
+            )
 
     def gather(
         self,
@@ -295,19 +309,20 @@ class Communicator:
         at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_GATHER, tensor, result, None, dst, algorithm, timeout_s):
             return result
-        repeat = (_GATHER, tensor, result, None, dst, algorithm) if repeats else None
-        self._require_rank("dst", dst)
-        source = read_buffer(tensor)
-        parts, rows = self._parts_from_own(source, counts)
-        start = sum(parts[: self.rank])
-        signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=int(dst))
-        if self.rank != dst:
-            return self._runner.run(signature, source, None, timeout_s, async_op, input_start=start, repeat=repeat)
-        if out is None:
-            out = empty_like(tensor, (sum(rows), *source.shape[1:]))
-        target = self._output(out, source)
-        _require_same_count("out", target, sum(parts))
-        return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
+        with self._refusals["gather"]:
+            repeat = (_GATHER, tensor, result, None, dst, algorithm) if repeats else None
+            self._require_rank("dst", dst)
+            source = read_buffer(tensor)
+            parts, rows = self._parts_from_own(source, counts)
+            start = sum(parts[: self.rank])
+            signature = self._signature("gather", source, counts=parts, algorithm=algorithm, root=int(dst))
+            if self.rank != dst:
+                return self._runner.run(signature, source, None, timeout_s, async_op, input_start=start, repeat=repeat)
+            if out is None:
+                out = empty_like(tensor, (sum(rows), *source.shape[1:]))
+            target = self._output(out, source)
+            _require_same_count("out", target, sum(parts))
+            return self._runner.run(signature, source, target, timeout_s, async_op, input_start=start, repeat=repeat)
 
     def scatter(
         self,
@@ -341,27 +356,30 @@ class Communicator:
         at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_SCATTER, whole, out, None, src, algorithm, timeout_s):
             return out
-        repeat = (_SCATTER, whole, out, None, src, algorithm) if repeats else None
-        self._require_rank("src", src)
-        if self.rank != src:
+        with self._refusals["scatter"]:
+            repeat = (_SCATTER, whole, out, None, src, algorithm) if repeats else None
+            self._require_rank("src", src)
+            if self.rank != src:
+                if out is None:
+                    raise ArgumentError(
+                        f"out is None on rank {self.rank}; scatter needs it on every rank but src={src}"
+                    )
+                target = write_buffer(out)
+                parts, _ = self._parts_from_own(target, counts)
+                signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=int(src))
+                start = sum(parts[: self.rank])
+                return self._runner.run(signature, None, target, timeout_s, async_op, output_start=start, repeat=repeat)
+            if tensor is None:
+                raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
+            source = read_buffer(tensor)
+            parts, rows = self._parts(source, counts, "tensor")
             if out is None:
-                raise ArgumentError(f"out is None on rank {self.rank}; scatter needs it on every rank but src={src}")
-            target = write_buffer(out)
-            parts, _ = self._parts_from_own(target, counts)
-            signature = self._signature("scatter", target, counts=parts, algorithm=algorithm, root=int(src))
+                out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
+            target = self._output(out, source)
+            _require_same_count("out", target, parts[self.rank])
+            signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=int(src))
             start = sum(parts[: self.rank])
-            return self._runner.run(signature, None, target, timeout_s, async_op, output_start=start, repeat=repeat)
-        if tensor is None:
-            raise ArgumentError(f"tensor is None on rank {src}, the src of this scatter")
-        source = read_buffer(tensor)
-        parts, rows = self._parts(source, counts, "tensor")
-        if out is None:
-            out = empty_like(tensor, (rows[self.rank], *source.shape[1:]))
-        target = self._output(out, source)
-        _require_same_count("out", target, parts[self.rank])
-        signature = self._signature("scatter", source, counts=parts, algorithm=algorithm, root=int(src))
-        start = sum(parts[: self.rank])
-        return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
+            return self._runner.run(signature, source, target, timeout_s, async_op, output_start=start, repeat=repeat)
 
     def all_to_all(
         self,
@@ -396,31 +414,32 @@ class Communicator:
         at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_ALL_TO_ALL, tensor, out, None, 0, algorithm, timeout_s):
             return out
-        repeat = (_ALL_TO_ALL, tensor, out, None, 0, algorithm) if repeats else None
-        source = read_buffer(tensor)
-        parts, rows = self._parts(source, counts, "tensor")
-        if output_counts is None:
-            if len(set(rows)) > 1:
+        with self._refusals["all_to_all"]:
+            repeat = (_ALL_TO_ALL, tensor, out, None, 0, algorithm) if repeats else None
+            source = read_buffer(tensor)
+            parts, rows = self._parts(source, counts, "tensor")
+            if output_counts is None:
+                if len(set(rows)) > 1:
+                    raise ArgumentError(
+                        f"counts {rows} differ, so output_counts is needed: the rows received from each rank"
+                    )
+                output_counts = rows
+            width = _row_width(source.shape)
+            output_rows = self._checked_counts(output_counts, "output_counts")
+            if output_rows[self.rank] != rows[self.rank]:
                 raise ArgumentError(
-                    f"counts {rows} differ, so output_counts is needed: the rows received from each rank"
+                    f"rank {self.rank} sends itself {rows[self.rank]} rows by counts, but expects "
+                    f"{output_rows[self.rank]} by output_counts; these two must be equal"
                 )
-            output_counts = rows
-        width = _row_width(source.shape)
-        output_rows = self._checked_counts(output_counts, "output_counts")
-        if output_rows[self.rank] != rows[self.rank]:
-            raise ArgumentError(
-                f"rank {self.rank} sends itself {rows[self.rank]} rows by counts, but expects {output_rows[self.rank]} "
-                f"by output_counts; counts[{self.rank}] and output_counts[{self.rank}] must be equal there"
-            )
-        arriving = tuple(count * width for count in output_rows)
-        if out is None:
-            out = empty_like(tensor, (sum(output_rows), *source.shape[1:]))
-        target = self._output(out, source)
-        _require_same_count("out", target, sum(arriving))
-        if source.overlaps(target) and (source.address != target.address or len({*parts, *arriving}) > 1):
-            raise ArgumentError("out overlaps tensor; all_to_all can only work in place if all counts are equal")
-        signature = self._signature("all_to_all", source, counts=parts, output_counts=arriving, algorithm=algorithm)
-        return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
+            arriving = tuple(count * width for count in output_rows)
+            if out is None:
+                out = empty_like(tensor, (sum(output_rows), *source.shape[1:]))
+            target = self._output(out, source)
+            _require_same_count("out", target, sum(arriving))
+            if source.overlaps(target) and (source.address != target.address or len({*parts, *arriving}) > 1):
+                raise ArgumentError("out overlaps tensor; all_to_all can only work in place if all counts are equal")
+            signature = self._signature("all_to_all", source, counts=parts, output_counts=arriving, algorithm=algorithm)
+            return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def barrier(
         self, *, algorithm: Algorithm | None = None, timeout: float | None = None, async_op: bool = False
@@ -440,11 +459,12 @@ class Communicator:
         at_once = not async_op and not self._in_flight
         if at_once and self._repeat(_BARRIER, None, None, None, 0, algorithm, timeout_s):
             return None
-        signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
-        result: Work | None = self._runner.run(
-            signature, None, None, timeout_s, async_op, repeat=(_BARRIER, None, None, None, 0, algorithm)
-        )
-        return result
+        with self._refusals["barrier"]:
+            signature = Signature("barrier", DTYPES["uint8"], op="max", algorithm=algorithm)
+            result: Work | None = self._runner.run(
+                signature, None, None, timeout_s, async_op, repeat=(_BARRIER, None, None, None, 0, algorithm)
+            )
+            return result
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -473,10 +493,11 @@ class Communicator:
                 perhaps in a later call.
             CollectiveTimeoutError, PeerLostError, CommunicatorClosedError: see `farandole.errors`.
         """
-        self._require_peer("dst", dst)
-        self._require_tag(tag)
-        timeout_s = self.timeout_s if timeout is None else timeout
-        return self._runner.send(read_buffer(tensor), int(dst), int(tag), timeout_s, async_op)
+        with self._refusals["send"]:
+            self._require_peer("dst", dst)
+            self._require_tag(tag)
+            timeout_s = self.timeout_s if timeout is None else timeout
+            return self._runner.send(read_buffer(tensor), int(dst), int(tag), timeout_s, async_op)
 
     def recv(
         self,
@@ -503,14 +524,15 @@ class Communicator:
         Raises:
             As `send`; PeerLostError with ``src`` None if no other rank is left.
         """
-        if src is not None:
-            self._require_peer("src", src)
-            src = int(src)
-        elif self.world_size == 1:
-            raise ArgumentError("src is None, but there is no other rank to receive from")
-        self._require_tag(tag)
-        timeout_s = self.timeout_s if timeout is None else timeout
-        return self._runner.receive(write_buffer(tensor), src, int(tag), timeout_s, async_op)
+        with self._refusals["recv"]:
+            if src is not None:
+                self._require_peer("src", src)
+                src = int(src)
+            elif self.world_size == 1:
+                raise ArgumentError("src is None, but there is no other rank to receive from")
+            self._require_tag(tag)
+            timeout_s = self.timeout_s if timeout is None else timeout
+            return self._runner.receive(write_buffer(tensor), src, int(tag), timeout_s, async_op)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -548,28 +570,35 @@ class Communicator:
             ArgumentError: color is negative.
             CommunicationError as in `all_reduce`.
         """
-        if color is not None and not _is_whole(color, 0):
-            raise ArgumentError(f"color is {color!r}; it must be a whole number >= 0, or None to join no group")
-        if timeout_s is not None:
-            require_timeout("timeout_s", timeout_s)
-        if not _is_whole(key):
-            raise ArgumentError(f"key is {key!r}; it must be a whole number")
-        mine = np.array([-1 if color is None else color, key], dtype=np.int64)
-        signature = Signature("all_gather", DTYPES["int64"], counts=(2,) * self.world_size, caller="split")
-        wishes = np.empty((self.world_size, 2), dtype=np.int64)
-        start = 2 * self.rank
-        self._runner.run(signature, read_buffer(mine), write_buffer(wishes), self.timeout_s, False, input_start=start)
-        members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes.tolist()) if wish == color)
+        with self._refusals["split"]:
+            if color is not None and not _is_whole(color, 0):
+                raise ArgumentError(f"color is {color!r}; it must be a whole number >= 0, or None to join no group")
+            if timeout_s is not None:
+                require_timeout("timeout_s", timeout_s)
+            if not _is_whole(key):
+                raise ArgumentError(f"key is {key!r}; it must be a whole number")
+        wishes = self._exchange("split", [-1 if color is None else color, key])
+        members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes) if wish == color)
         ranks = [rank for _, rank in members]
 
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
-            rows = self.all_gather(np.array(numbers, dtype=np.int64)).reshape(self.world_size, -1).tolist()
-            return [list(map(int, row)) for row in rows]
+            return self._exchange("split", numbers)
 
         membership = self._membership.split(ranks, exchange)
         if membership is None:
             return None
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
+
+    def _exchange(self, caller: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's whole numbers, equally many, within the method that is named ``caller``."""
+        width = len(numbers)
+        signature = Signature("all_gather", DTYPES["int64"], counts=(width,) * self.world_size, caller=caller)
+        mine = np.array(numbers, dtype=np.int64)
+        everyones = np.empty((self.world_size, width), dtype=np.int64)
+        source, target = read_buffer(mine), write_buffer(everyones)
+        self._runner.run(signature, source, target, self.timeout_s, False, input_start=width * self.rank)
+        rows: list[list[int]] = everyones.tolist()
+        return rows
 
     def explain(self, collective: str, nbytes: int) -> Explanation:
         """Which algorithm a call without ``algorithm`` uses, what each would cost, and why. Not a collective.
@@ -589,6 +618,16 @@ class Communicator:
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""
         return self._runner.stats()
+
+    def refuse(self, call: str, error: Exception) -> None:
+        """Tell the other ranks that this one does not make a call that they may be in: their errors then say so. The
+        collectives do that by themselves; this is for what checks arguments before it comes to them.
+
+        Args:
+            call: its name.
+            error: why.
+        """
+        self._runner.refuse(call, error)
 
     def abort(self) -> None:
         """End all calls of all ranks of this communicator at once; callable from any thread. They raise
@@ -701,6 +740,26 @@ class Communicator:
         self._require_rank(name, rank)
         if rank == self.rank:
             raise ArgumentError(f"{name} is {rank}, which is this rank itself; copy the array instead")
+
+
+class _Refusals:
+    """Tells the other ranks if a call ends before it begins, as what was asked for can never work here: they may wait
+    for it."""
+
+    __slots__ = ("_name", "_runner")
+
+    def __init__(self, runner: Runner, name: str) -> None:
+        self._runner = runner
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+            self._runner.refuse(self._name, error)
 
 
 def _is_whole(value: Any, minimum: int = -(2**63)) -> bool:

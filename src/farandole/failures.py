@@ -6,9 +6,9 @@ records, so every rank can tell the whole story, and all tell the same one.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 
 from farandole.call_records import CallRecord, MessageRecord
@@ -37,6 +37,7 @@ class Abort(IntEnum):
     UNMAPPED = 7
     MESSAGE_MISMATCH = 8
     MESSAGE_TIMEOUT = 9
+    TOO_MANY_UNEXPECTED = 10
 
 
 def explain_failure(
@@ -66,36 +67,52 @@ def explain_failure(
         return CollectiveMismatchError(_message_mismatch_text(subject, message, job_ranks))
     if reason == Abort.MESSAGE_TIMEOUT:
         return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, where))
+    if reason == Abort.TOO_MANY_UNEXPECTED:
+        return CommunicationError(
+            f"rank {message.arrived_from} has sent rank {subject} more than it can keep until it receives it, in front "
+            f"of what it waits for; receive messages in about the order in which they are sent\n{where}"
+        )
     if reason == Abort.MISMATCH:
         return CollectiveMismatchError(_mismatch_text(rank, records, call, where))
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, where))
     if reason == Abort.PEER_LOST:
-        doing = f"its last call was {_doing(record, message)}" if record.what or message.what else "it had made no call"
-        if record.closed:
-            text = f"rank {subject} closed its communicator while others needed it; {doing}. Did it make fewer calls?"
-        else:
-            text = f"rank {subject} ended while others needed it; {doing}"
-        return PeerLostError(f"{text}\n{where}")
+        return PeerLostError(f"{_loss_text(subject, record, message)}\n{where}")
+    return CommunicatorClosedError("\n".join([_stop_text(reason, subject, record, message), *_group_line(job_ranks)]))
+
+
+def _loss_text(subject: int, record: CallRecord, message: MessageRecord) -> str:
+    text = f"rank {subject} {'closed its communicator' if record.closed else 'ended'} while others needed it; "
+    if record.refusal:
+        return f"{text}it had refused a call"
+    if not record.what and not message.what:
+        text += "it had made no call"
+    else:
+        text += f"its last call was {_doing(record, message)}"
+    return f"{text}. Did it make fewer calls?" if record.closed else text
+
+
+def _stop_text(reason: Abort, subject: int, record: CallRecord, message: MessageRecord) -> str:
     if reason == Abort.OUT_OF_MEMORY:
-        return CommunicatorClosedError(f"rank {subject} ran out of memory in {_doing(record, message)}")
+        return f"rank {subject} ran out of memory in {_doing(record, message)}"
     if reason == Abort.UNMAPPED:
-        return CommunicatorClosedError(
+        return (
             f"rank {subject} could not map the registered memory of another rank in {record}; ranks that share memory "
             f"must be allowed to open one another's files in /proc"
         )
     if reason == Abort.INTERRUPTED:
-        return CommunicatorClosedError(
-            f"rank {subject} was interrupted in the middle of a call; its last call was {_doing(record, message)}"
-        )
-    return CommunicatorClosedError(f"rank {subject} aborted the communicator")
+        return f"rank {subject} was interrupted in the middle of a call; its last call was {_doing(record, message)}"
+    return f"rank {subject} aborted the communicator"
 
 
 def _mismatch_text(rank: int, records: Sequence[CallRecord], call: Call | None, where: str) -> str:
     text = f"the ranks made different calls{_odd_ones(records)}:\n{where}"
     mine = records[rank]
+    misfits = [record.describe_misfit(other) for other, record in enumerate(records) if record.misfit_rank]
+    if misfits:
+        return f"{text}\n    {misfits[0]}"
     if call is not None and call.record != (mine.what, mine.count):
-        late = CallRecord(0, 0, *call.record, math.inf, False)
+        late = replace(mine, what=call.record[0], count=call.record[1])
         text += f"\n    rank {rank} came too late with {late.describe()}"
     elif len(set(map(str, records))) == 1:
         text += "\n    These look alike, so the ranks differ in what is not shown: the parts (counts), a schedule of "

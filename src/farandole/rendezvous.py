@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import farandole._native as _native
 from farandole.calibration import Calibration, calibration_in_use
@@ -445,21 +445,14 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
             arena, nonce = _create_arena(identity.world_size)
             offer = [os.getpid(), arena.descriptor, nonce]
             calibration = asdict(calibration_in_use())
-        card = json.dumps(
-            {
-                "process": os.getpid(),
-                "world_size": identity.world_size,
-                "arena": offer,
-                "calibration": calibration,
-                "cores": sorted(os.sched_getaffinity(0)),
-            }
-        )
+        cores = sorted(os.sched_getaffinity(0))
+        card = json.dumps(_Card(os.getpid(), identity.world_size, offer, cores, calibration)._asdict())
         standing = meeting.set("rank", card)
         if standing != card:
             is_stray = True
+            other = _read_card(identity.rank, standing).process
             raise RendezvousError(
-                f"two processes claim rank {identity.rank}: {os.getpid()} and {json.loads(standing)['process']}; give "
-                f"each its own RANK"
+                f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
             )
         membership = _share_memory(meeting, arena, job_ranks or range(identity.world_size))
         meeting.agree()
@@ -480,20 +473,51 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
 def _share_memory(meeting: _Meeting, arena: _native.Arena | None, job_ranks: Sequence[int]) -> Membership:
     """All that this rank needs to join, once all have come; ``arena`` is that of rank 0, on rank 0."""
     identity = meeting.identity
-    cards = [json.loads(text) for text in meeting.get_all("rank", "joined")]
-    sizes = {rank: card["world_size"] for rank, card in enumerate(cards)}
+    cards = [_read_card(rank, text) for rank, text in enumerate(meeting.get_all("rank", "joined"))]
+    sizes = {rank: card.world_size for rank, card in enumerate(cards)}
     if len(set(sizes.values())) > 1:
         raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
     return Membership(
         identity.rank,
         identity.world_size,
-        arena or _map_arena(*cards[0]["arena"]),
-        tuple(card["process"] for card in cards),
+        arena or _map_arena(*cards[0].arena),
+        tuple(card.process for card in cards),
         tuple(job_ranks),
-        replace(
-            Calibration.from_fields(cards[0]["calibration"]), cores=len(set().union(*(card["cores"] for card in cards)))
-        ),
+        replace(Calibration.from_fields(cards[0].calibration), cores=len(set().union(*(card.cores for card in cards)))),
     )
+
+
+class _Card(NamedTuple):
+    """What a rank says of itself where the ranks meet.
+
+    Attributes:
+        process: its number.
+        world_size: as the rank was told.
+        arena: of rank 0: process, descriptor and nonce of the arena; empty for others.
+        cores: that its process may use.
+        calibration: of rank 0.
+    """
+
+    process: int
+    world_size: int
+    arena: list[int]
+    cores: list[int]
+    calibration: Any
+
+
+def _read_card(rank: int, text: str) -> _Card:
+    """What rank ``rank`` says; nothing but numbers where there must be some."""
+    try:
+        card = _Card(**json.loads(text))
+        numbers = [card.process, card.world_size, *card.arena, *card.cores]
+        is_sound = all(type(number) is int for number in numbers) and len(card.arena) == (0 if rank else 3)
+    except (TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise RendezvousError(
+            f"what stands for rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
+        )
+    return card
 
 
 def _words(error: BaseException) -> str:
@@ -528,7 +552,6 @@ def _geometry(world_size: int) -> tuple[int, int]:
 def _map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
     """The arena that ``process`` offers, if it is one, is this user's, and has no name that others could open."""
     try:
-        process, descriptor = int(process), int(descriptor)
         own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise RendezvousError(

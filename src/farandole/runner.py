@@ -34,6 +34,7 @@ _SPINS = 2000
 _SMALLEST_MAPPED_BYTES = 256 * 1024
 _SPINS_WHEN_CROWDED = 20
 _YIELDS = 1000
+_POISON = "FARANDOLE_POISON"
 
 Repeat = tuple[int, Any, Any, Any, int, Any]
 """Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
@@ -105,6 +106,7 @@ class Runner:
             background_spins=background_spins,
             yields=_YIELDS,
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
+            most_unexpected_bytes=_memory_bytes() // (2 * membership.world_size),
         )
         self._postbox = _native.Postbox(self._engine)
         self._calls = CallTable(
@@ -118,6 +120,7 @@ class Runner:
         self._failure: CommunicationError | None = None
         self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
+        self._poisons = os.environ.get(_POISON, "0") != "0"
         _open.add(self)
 
     def run(
@@ -178,6 +181,8 @@ class Runner:
                 itemsize = signature.dtype.itemsize
                 self.repeats.remember(*repeat, call.native, input_start * itemsize, output_start * itemsize)
             return result
+        if self._poisons and target is not None and not self._reads(source, target, signature):
+            target.poison()
         work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell)
         try:
             with self._lock:
@@ -224,6 +229,8 @@ class Runner:
                 self._rest_if_idle()
             return self._delivered(sends, buffer, *receipt)
 
+        if self._poisons and not sends:
+            buffer.poison()
         work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell)
         try:
             with self._lock:
@@ -249,6 +256,12 @@ class Runner:
             buffer.deliver()
         return buffer.user
 
+    def _reads(self, source: Buffer | None, target: Buffer, signature: Signature) -> bool:
+        """Whether what ``target`` holds is an input of this rank."""
+        if signature.collective == "broadcast":
+            return self._rank == signature.root
+        return source is not None and source.overlaps(target)
+
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """See `Communicator.empty`."""
         self._require_usable()
@@ -265,6 +278,12 @@ class Runner:
         """End all calls of all ranks at once."""
         self._require_own_process()
         self._engine.abort(int(Abort.REQUESTED), self._rank)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Let the other ranks know that this one refuses a call of that name, and why."""
+        if self._process == os.getpid():
+            lines = str(error).splitlines() or [type(error).__name__]
+            self._engine.refuse(f"{name}: {lines[0]}")
 
     @property
     def aborted(self) -> bool:
@@ -403,6 +422,11 @@ class Runner:
 def _copy_of(error: CommunicationError) -> CommunicationError:
     """To be raised: one and the same would gather the traceback of every time."""
     return type(error)(*error.args)
+
+
+def _memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _require_apart_or_in_place(

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from farandole import algorithms
 from farandole.calibration import Calibration
 from farandole.cost_model import price
@@ -105,8 +107,11 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
     """
     if collective not in algorithms.ALGORITHMS:
         raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
-    if world_size < 1 or nbytes < 0:
-        raise ArgumentError(f"world_size is {world_size} and nbytes is {nbytes}; they must be >= 1 and >= 0")
+    if not (isinstance(nbytes, (int, np.integer)) and 0 <= nbytes < 2**63 and world_size >= 1):
+        raise ArgumentError(
+            f"world_size is {world_size} and nbytes is {nbytes!r}; they must be whole numbers >= 1 and >= 0"
+        )
+    nbytes = int(nbytes)
     unit = 1 << max(0, nbytes.bit_length() - 3)
     return replace(_explain(collective, world_size, -(-nbytes // unit) * unit, calibration), nbytes=nbytes)
 

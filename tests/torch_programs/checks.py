@@ -262,7 +262,7 @@ def fully_sharded_in_memory_of_the_backend() -> None:
     for of in range(size()):
         ((alone(torch.full((2, 1024), 0.001 * (of + 1))) ** 2).mean() / size()).backward()
     torch.testing.assert_close(wrapped.weight.grad.full_tensor(), alone.weight.grad, rtol=1e-4, atol=1e-6)
-    assert any(entry.bytes_mapped for entry in group._communicator.stats())
+    assert any(entry.bytes_mapped for entry in group.communicator.stats())
 
 
 @check

@@ -23,11 +23,17 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from farandole.communicator import Communicator
-from farandole.errors import ArgumentError, CollectiveTimeoutError, CommunicationError
+from farandole.errors import (
+    ArgumentError,
+    CommunicationError,
+)
 from farandole.rendezvous import join_alone, join_at
 from farandole.runner import tell_at_exit
-from farandole.torch_backend.meeting import StoreMeetingPlace
+from farandole.torch_backend.entry import entry
+from farandole.torch_backend.meeting import StoreMeetingPlace, monitored_barrier
+from farandole.torch_backend.reductions import Reducing, name_of_op, wide
 from farandole.torch_backend.tensors import (
+    OWN_DTYPES,
     Delivery,
     joined_input,
     joined_output,
@@ -37,6 +43,8 @@ from farandole.torch_backend.tensors import (
     only,
     plain_input,
     plain_output,
+    require_elements,
+    require_equal_dtypes,
 )
 from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
 from farandole.work import Work
@@ -45,22 +53,6 @@ __all__ = ["ProcessGroup", "create"]
 
 Tensor: TypeAlias = torch.Tensor
 Tensors: TypeAlias = Sequence[Tensor]
-
-_OPS = {
-    dist.ReduceOp.RedOpType.SUM: "sum",
-    dist.ReduceOp.RedOpType.AVG: "avg",
-    dist.ReduceOp.RedOpType.PRODUCT: "prod",
-    dist.ReduceOp.RedOpType.MIN: "min",
-    dist.ReduceOp.RedOpType.MAX: "max",
-    dist.ReduceOp.RedOpType.BAND: "band",
-    dist.ReduceOp.RedOpType.BOR: "bor",
-    dist.ReduceOp.RedOpType.BXOR: "bxor",
-}
-
-_VERDICT_S = 5.0
-"""How much longer than rank 0 the others wait in a monitored barrier: it has the last word."""
-
-_ALL_CAME = "all came"
 
 Call = Callable[..., Any]
 """A method of the communicator with all arguments but timeout and async_op."""
@@ -108,11 +100,15 @@ class ProcessGroup(dist.ProcessGroup):
         store: torch's, of this group.
         place: where this group met, for its monitored barriers.
         name: of the group.
+
+    Attributes:
+        communicator: that, for its `stats`, `explain` and `empty`. Collectives that are called on it count as the
+            group's: all ranks must make them, in the same order.
     """
 
     def __init__(self, communicator: Communicator, store: Any, place: StoreMeetingPlace, name: str) -> None:
         super().__init__(communicator.rank, communicator.world_size)
-        self._communicator = communicator
+        self.communicator = communicator
         self._store = store
         self._place = place
         self._name = name
@@ -132,13 +128,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def getRank(self) -> int:
         """Of this process in the group."""
-        return self._communicator.rank
+        return self.communicator.rank
 
     rank = getRank
 
     def getSize(self) -> int:
         """Number of ranks."""
-        return self._communicator.world_size
+        return self.communicator.world_size
 
     size = getSize
 
@@ -184,11 +180,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Nothing to do: every call carries its number from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return sum(entry.calls for entry in self._communicator.stats() if entry.collective not in ("send", "recv"))
+        return sum(entry.calls for entry in self.communicator.stats() if entry.collective not in ("send", "recv"))
 
     def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """A tensor in registered memory; see `farandole.torch_backend.empty`."""
-        tensor: Tensor = self._communicator.empty(shape, dtype)
+        tensor: Tensor = self.communicator.empty(shape, dtype)
         return tensor
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -205,7 +201,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setTimeout(self, timeout: timedelta) -> None:
         """Let calls that do not say otherwise wait so long."""
-        self._communicator.timeout_s = seconds_of(timeout) or self._communicator.timeout_s
+        self.communicator.timeout_s = seconds_of(timeout) or self.communicator.timeout_s
 
     set_timeout = _set_default_timeout = setTimeout
 
@@ -213,14 +209,14 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave the group; never needs the others. That the ranks' last calls differed fails the process at its end:
         torch would not go on if it were raised here."""
         try:
-            self._communicator.close()
+            self.communicator.close()
         except CommunicationError as error:
             tell_at_exit(error)
         self._completer.join()
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
-        self._communicator.abort()
+        self.communicator.abort()
 
     # -- running calls -------------------------------------------------------------------------------------------
 
@@ -244,33 +240,35 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_reduce", c10d.AllreduceOptions, 1, "op", "timeout", takes_lists=True)
+    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Every rank ends with the reduction of all ranks' tensor."""
-        opts = c10d.AllreduceOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to all_reduce")
         if tensor.is_sparse:
             return self._sparse_allreduce(tensor, opts)
-        op = _OPS.get(opts.reduceOp.op)
-        if not opts.asyncOp and op is not None and tensor.grad_fn is None:  # the fast way
-            self._communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
+        op = name_of_op(opts.reduceOp.op)
+        if (
+            not opts.asyncOp and op is not None and tensor.grad_fn is None and tensor.dtype in OWN_DTYPES
+        ):  # the fast way
+            self.communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
             return self._done
         return self._run(opts, self._allreduce(tensor, opts))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_reduce", c10d.AllreduceCoalescedOptions, 1)
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
         """`allreduce` of several tensors."""
-        opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
         return self._run(opts, *[self._allreduce(tensor, opts) for tensor in tensors])
 
     def _allreduce(self, tensor: Tensor, opts: Any) -> _Part:
-        reducing = _Reducing(tensor, opts.reduceOp)
-        call = partial(self._communicator.all_reduce, reducing.operand, reducing.op)
+        reducing = Reducing(tensor, opts.reduceOp)
+        call = partial(self.communicator.all_reduce, reducing.operand, reducing.op)
         return _Part(call, [tensor], reducing.deliver_to(tensor))
 
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Everybody gets all indices and values, as the sum is sparse, too. Waits for the others."""
-        communicator, timeout_s = self._communicator, seconds_of(opts.timeout)
-        own = tensor.detach().to(_wide(tensor.dtype)).coalesce()
-        reducing = _Reducing(own.values(), opts.reduceOp)
+        communicator, timeout_s = self.communicator, seconds_of(opts.timeout)
+        own = tensor.detach().to(wide(tensor.dtype)).coalesce()
+        reducing = Reducing(own.values(), opts.reduceOp)
         if reducing.op not in ("sum", "avg"):
             raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
         indices = own.indices().t().contiguous()
@@ -284,139 +282,166 @@ class ProcessGroup(dist.ProcessGroup):
             tensor.copy_(total)
         return FinishedHandle([tensor])
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    @entry("reduce", c10d.ReduceOptions, 1, "root", "op", "timeout", takes_lists=True)
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
-        opts = c10d.ReduceOptions() if opts is None else opts
         tensor, root = only(tensors, "the tensors to reduce"), opts.rootRank
-        reducing = _Reducing(tensor, opts.reduceOp)
-        call = partial(self._communicator.reduce, reducing.operand, root, reducing.op)
+        reducing = Reducing(tensor, opts.reduceOp)
+        call = partial(self.communicator.reduce, reducing.operand, root, reducing.op)
         return self._run(opts, _Part(call, [tensor], reducing.deliver_to(tensor) if self.rank() == root else None))
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    @entry("reduce_scatter", c10d.ReduceScatterOptions, 2, "op", "timeout", takes_lists=True)
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         """Every rank ends with its tensor of the reduction of all ranks' lists."""
-        opts = c10d.ReduceScatterOptions() if opts is None else opts
         parts = only(inputs, "the inputs of reduce_scatter")
         self._require_one_per_rank(parts, "input_list")
         counts = [part.numel() for part in parts]
         output = only(outputs, "the outputs of reduce_scatter")
-        _require_equal_dtypes(output, *parts)
+        require_equal_dtypes(output, *parts)
+        rank = self.rank()
+        require_elements("the output", output, counts[rank], f"as input_list[{rank}], which comes to it")
         return self._run(opts, self._reduce_scatter(output, joined_input(parts), counts, opts))
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+    @entry("reduce_scatter", c10d.ReduceScatterOptions, 2)
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         """Every rank ends with its part of the reduction of all ranks' input."""
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
+        return self._run(opts, self._reduce_scatter_into(output, source, opts))
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("reduce_scatter", c10d.ReduceScatterOptions, 2)
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         """`reduce_scatter_single` of several pairs."""
-        opts = c10d.ReduceScatterOptions() if opts is None else opts
-        counts = [[output.numel()] * self.size() for output in outputs]
-        pairs = zip(outputs, map(plain_input, inputs), counts, strict=True)
-        return self._run(opts, *[self._reduce_scatter(*pair, opts) for pair in pairs])
+        pairs = zip(outputs, inputs, strict=True)
+        return self._run(opts, *[self._reduce_scatter_into(output, source, opts) for output, source in pairs])
+
+    def _reduce_scatter_into(self, output: Tensor, source: Tensor, opts: Any) -> _Part:
+        count = output.numel()
+        require_elements("the input", source, count * self.size(), f"the output's {count} for each rank")
+        return self._reduce_scatter(output, plain_input(source), [count] * self.size(), opts)
 
     def _reduce_scatter(self, output: Tensor, row: Tensor, counts: Sequence[int], opts: Any) -> _Part:
-        _require_equal_dtypes(output, row)
-        reducing = _Reducing(row, opts.reduceOp)
+        require_equal_dtypes(output, row)
+        reducing = Reducing(row, opts.reduceOp)
         if reducing.is_scaled:
             out = reducing.operand.new_empty(output.numel())
             deliver: Delivery = lambda: output.detach().copy_(out.view(output.shape))  # noqa: E731
         else:
             out, deliver = plain_output(output)
         call = partial(
-            self._communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=_unless_equal(counts)
+            self.communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=_unless_equal(counts)
         )
         return _Part(call, [output], deliver)
 
     # -- moving data ---------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    @entry("broadcast", c10d.BroadcastOptions, 1, "root", "timeout", takes_lists=True)
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Every rank ends with what the root has."""
-        opts = c10d.BroadcastOptions() if opts is None else opts
         tensor = only(tensors, "the tensors to broadcast")
         out, deliver = movable_output(tensor)
-        return self._run(opts, _Part(partial(self._communicator.broadcast, out, opts.rootRank), [tensor], deliver))
+        return self._run(opts, _Part(partial(self.communicator.broadcast, out, opts.rootRank), [tensor], deliver))
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_gather", c10d.AllgatherOptions, 2, "timeout", takes_lists=True)
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         """Every rank ends with all ranks' tensors, which may differ in size."""
-        return self.allgather_coalesced(list(zip(*outputs, strict=True)), inputs, opts)
+        return self._run(opts, *[self._all_gather(*pair) for pair in zip(outputs, inputs, strict=True)])
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_gather", c10d.AllgatherOptions, 2)
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         """`allgather` of several tensors; ``outputs`` has a list per rank, with one tensor for each."""
-        opts = c10d.AllgatherOptions() if opts is None else opts
         self._require_one_per_rank(outputs, "output_lists")
         per_input = list(zip(*outputs, strict=True))
         return self._run(opts, *[self._all_gather(*pair) for pair in zip(per_input, inputs, strict=True)])
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+    @entry("all_gather", c10d.AllgatherOptions, 2)
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         """Every rank ends with all ranks' input in one tensor."""
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self._run(opts, self._all_gather_into(output, source))
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_gather", c10d.AllgatherOptions, 2)
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         """`all_gather_single` of several pairs."""
-        opts = c10d.AllgatherOptions() if opts is None else opts
-        parts = []
-        for output, own in zip(outputs, inputs, strict=True):
-            _require_equal_dtypes(output, own)
-            out, deliver = movable_output(output)
-            parts.append(_Part(partial(self._communicator.all_gather, movable_input(own), out=out), [output], deliver))
-        return self._run(opts, *parts)
+        return self._run(opts, *[self._all_gather_into(*pair) for pair in zip(outputs, inputs, strict=True)])
+
+    def _all_gather_into(self, output: Tensor, own: Tensor) -> _Part:
+        require_equal_dtypes(output, own)
+        require_elements("the output", output, own.numel() * self.size(), f"the input's {own.numel()} of each rank")
+        out, deliver = movable_output(output)
+        return _Part(partial(self.communicator.all_gather, movable_input(own), out=out), [output], deliver)
 
     def _all_gather(self, outputs: Tensors, own: Tensor) -> _Part:
-        _require_equal_dtypes(own, *outputs)
+        self._require_one_per_rank(outputs, "tensor_list")
+        require_equal_dtypes(own, *outputs)
+        rank = self.rank()
+        require_elements("the input", own, outputs[rank].numel(), f"as tensor_list[{rank}], which it goes to")
         out, counts, deliver = joined_output(outputs)
-        call = partial(self._communicator.all_gather, movable_input(own), out=out, counts=_unless_equal(counts))
+        call = partial(self.communicator.all_gather, movable_input(own), out=out, counts=_unless_equal(counts))
         return _Part(call, outputs, deliver)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("gather", c10d.GatherOptions, 2, "root", "timeout", takes_lists=True)
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         """The root ends with all ranks' tensors."""
-        opts = c10d.GatherOptions() if opts is None else opts
         own, root = only(inputs, "the tensors to gather"), opts.rootRank
-        call = partial(self._communicator.gather, movable_input(own), root)
+        call = partial(self.communicator.gather, movable_input(own), root)
         if self.rank() != root:
             return self._run(opts, _Part(call, [own], None))
         targets = only(outputs, "the outputs of gather")
         self._require_one_per_rank(targets, "gather_list")
-        _require_equal_dtypes(own, *targets)
+        require_equal_dtypes(own, *targets)
+        for rank, target in enumerate(targets):
+            require_elements(f"gather_list[{rank}]", target, own.numel(), "as the input; gather knows no other sizes")
         out, _, deliver = joined_output(targets)
         return self._run(opts, _Part(partial(call, out=out), targets, deliver))
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    @entry("scatter", c10d.ScatterOptions, 2, "root", "timeout", takes_lists=True)
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         """Every rank ends with its tensor of the root's list."""
-        opts = c10d.ScatterOptions() if opts is None else opts
         output, root = only(outputs, "the outputs of scatter"), opts.rootRank
         out, deliver = movable_output(output)
         row = None
         if self.rank() == root:
             sources = only(inputs, "the inputs of scatter")
             self._require_one_per_rank(sources, "scatter_list")
-            _require_equal_dtypes(output, *sources)
+            require_equal_dtypes(output, *sources)
+            for rank, source in enumerate(sources):
+                name = f"scatter_list[{rank}]"
+                require_elements(name, source, output.numel(), "as the output; scatter knows no other sizes")
             row = movable_input(joined_input(sources))
-        call = partial(self._communicator.scatter, row, root, out=out)
+        call = partial(self.communicator.scatter, row, root, out=out)
         return self._run(opts, _Part(call, [output], deliver))
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    @entry("all_to_all", c10d.AllToAllOptions, 2)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         """Rank j ends with tensor j of every rank's list."""
-        opts = c10d.AllToAllOptions() if opts is None else opts
         self._require_one_per_rank(outputs, "output_tensor_list")
         self._require_one_per_rank(inputs, "input_tensor_list")
-        _require_equal_dtypes(*outputs, *inputs)
+        require_equal_dtypes(*outputs, *inputs)
+        rank = self.rank()
+        name = f"input_tensor_list[{rank}]"
+        require_elements(name, inputs[rank], outputs[rank].numel(), f"as output_tensor_list[{rank}], which it goes to")
         out, arriving, deliver = joined_output(outputs)
         row, leaving = movable_input(joined_input(inputs)), [num_units(source) for source in inputs]
         return self._run(opts, self._all_to_all(row, leaving, out, arriving, outputs, deliver))
 
+    @entry("all_to_all", c10d.AllToAllOptions, 4, "timeout")
     def all_to_all_single(
         self,
         output: Tensor,
         source: Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-        opts: Any = None,
+        opts: Any,
     ) -> dist.Work:
         """Rank j ends with run j of rows of every rank's input."""
-        opts = c10d.AllToAllOptions() if opts is None else opts
-        _require_equal_dtypes(output, source)
+        require_equal_dtypes(output, source)
         out, deliver = movable_output(output)
         leaving = self._split_counts(source, input_splits, "input")
         arriving = self._split_counts(output, output_splits, "output")
+        rank = self.rank()
+        if leaving[rank] != arriving[rank]:
+            raise ArgumentError(
+                f"by input_split_sizes rank {rank} sends itself {leaving[rank]} elements, by output_split_sizes it "
+                f"expects {arriving[rank]} (input of shape {tuple(source.shape)}, output of {tuple(output.shape)})"
+            )
         return self._run(opts, self._all_to_all(movable_input(source), leaving, out, arriving, [output], deliver))
 
     def _all_to_all(
@@ -430,7 +455,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> _Part:
         are_equal = len({*leaving, *arriving}) == 1  # the fast way
         call = partial(
-            self._communicator.all_to_all,
+            self.communicator.all_to_all,
             row,
             out=out,
             counts=None if are_equal else leaving,
@@ -459,10 +484,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- barriers ------------------------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    @entry("barrier", c10d.BarrierOptions, 0, "timeout")
+    def barrier(self, opts: Any) -> dist.Work:
         """Every rank goes on once all have come."""
-        opts = c10d.BarrierOptions() if opts is None else opts
-        return self._run(opts, _Part(self._communicator.barrier, [], None))
+        return self._run(opts, _Part(self.communicator.barrier, [], None))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier at torch's store: where ranks do not come, the error names them, and the group can go on.
@@ -471,50 +496,23 @@ class ProcessGroup(dist.ProcessGroup):
             CollectiveTimeoutError: on rank 0, that these ranks have not come in time; with ``wait_all_ranks`` all of
                 them are named, without it the first. On the others, that it failed on rank 0.
         """
-        timeout_s = self._communicator.timeout_s if timeout is None else timeout.total_seconds()
-        number = self._num_monitored_barriers = self._num_monitored_barriers + 1
-        place = self._place
-        verdict_key = f"monitored_barrier/{number}/verdict"
-        if self.rank() != 0:
-            place.set(f"monitored_barrier/{number}/{self.rank()}", "here")
-            (verdict,) = place.get_all([verdict_key], timeout_s + _VERDICT_S)
-            place.set(f"monitored_barrier/{number}/{self.rank()}/told", "yes")
-            if verdict != _ALL_CAME:
-                raise CollectiveTimeoutError(
-                    f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
-                    f"send/recv from rank 0: {verdict or 'it has not come in time'}"
-                )
-            return
-        others = range(1, self.size())
-        came = place.get_all([f"monitored_barrier/{number}/{rank}" for rank in others], timeout_s)
-        missing = [str(rank) for rank, word in zip(others, came, strict=True) if word is None]
-        if missing and timeout_s <= 0:
-            problem = "Rank 0 timed out in monitoredBarrier, as its timeout is 0"
-        elif missing and wait_all_ranks and len(missing) > 1:
-            problem = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier in {timeout_s * 1000:g} ms"
-        elif missing:
-            problem = f"Rank {missing[0]} failed to pass monitoredBarrier in {timeout_s * 1000:g} ms"
-        else:
-            problem = _ALL_CAME
-        place.set(verdict_key, problem)
-        # The store may end with this process: not before they know.
-        present = [rank for rank, word in zip(others, came, strict=True) if word is not None]
-        place.get_all([f"monitored_barrier/{number}/{rank}/told" for rank in present], _VERDICT_S)
-        if problem != _ALL_CAME:
-            raise CollectiveTimeoutError(problem)
+        timeout_s = self.communicator.timeout_s if timeout is None else timeout.total_seconds()
+        self._num_monitored_barriers += 1
+        number = self._num_monitored_barriers
+        monitored_barrier(self._place, number, self.rank(), self.size(), timeout_s, wait_all_ranks)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send to one rank."""
         tensor = only(tensors, "the tensors to send")
-        return self._message(self._communicator.send, movable_input(tensor), dst, tag, [tensor], None)
+        return self._message(self.communicator.send, movable_input(tensor), dst, tag, [tensor], None)
 
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
         """Receive from one rank; from whichever sends if it is None."""
         tensor = only(tensors, "the tensors to receive")
         out, deliver = movable_output(tensor)
-        return self._message(self._communicator.recv, out, src, tag, [tensor], deliver)
+        return self._message(self.communicator.recv, out, src, tag, [tensor], deliver)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive from whichever rank sends; the handle's `source_rank` tells which."""
@@ -545,52 +543,6 @@ class _Part(NamedTuple):
     deliver: Delivery
 
 
-class _Reducing:
-    """What torch's reduction of a tensor is in farandole's words.
-
-    Attributes:
-        op: the name of the reduction.
-        operand: what is reduced, and where the result goes: the tensor, or a scaled copy.
-        is_scaled: whether it is a copy.
-
-    Raises:
-        ArgumentError: farandole has no such reduction.
-    """
-
-    def __init__(self, tensor: Tensor, reduce_op: Any) -> None:
-        kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (reduce_op, None)
-        self.is_scaled = kind == dist.ReduceOp.RedOpType.PREMUL_SUM
-        self.operand = tensor.detach()
-        if self.is_scaled:
-            wide = _wide(tensor.dtype)
-            self.operand = (self.operand.to(wide) * factor).to(wide)
-            kind = dist.ReduceOp.RedOpType.SUM
-        if kind not in _OPS:
-            raise ArgumentError(f"op is {reduce_op}; the backend has {', '.join(op.name for op in _OPS)}, PREMUL_SUM")
-        self.op = _OPS[kind]
-
-    def deliver_to(self, tensor: Tensor) -> Delivery:
-        """How the result gets into ``tensor``, if it is not there."""
-        if not self.is_scaled:
-            return None
-
-        def deliver() -> None:
-            tensor.detach().copy_(self.operand)
-
-        return deliver
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in here: 16-bit floats are summed in 32 bits, and rounded once."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _unless_equal(counts: Sequence[int]) -> Sequence[int] | None:
     """The parts' sizes; None where all are equal, which is the fast way."""
     return None if len(set(counts)) == 1 else counts
-
-
-def _require_equal_dtypes(*tensors: Tensor) -> None:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        raise ArgumentError(f"the tensors have dtypes {', '.join(sorted(map(str, dtypes)))}; they must be equal")

@@ -11,6 +11,7 @@ from farandole.errors import ArgumentError
 
 __all__ = [
     "Delivery",
+    "OWN_DTYPES",
     "joined_input",
     "joined_output",
     "movable_input",
@@ -19,12 +20,15 @@ __all__ = [
     "only",
     "plain_input",
     "plain_output",
+    "require_elements",
+    "require_equal_dtypes",
 ]
 
 Delivery = Callable[[], None] | None
 """Puts what came out where it belongs; None if it is there."""
 
-_OWN_DTYPES = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+OWN_DTYPES = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+"""Those that farandole computes with; others are moved as bytes."""
 
 
 def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
@@ -58,7 +62,7 @@ def plain_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:
 
 def num_units(tensor: torch.Tensor) -> int:
     """What ``tensor`` counts as where data are moved: elements, or bytes if its dtype is none of farandole's."""
-    return int(tensor.numel() if tensor.dtype in _OWN_DTYPES else tensor.nbytes)
+    return int(tensor.numel() if tensor.dtype in OWN_DTYPES else tensor.nbytes)
 
 
 def movable_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +98,7 @@ def joined_output(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[i
 
 
 def _in_units(row: torch.Tensor) -> torch.Tensor:
-    return row if row.dtype in _OWN_DTYPES else row.view(torch.uint8)
+    return row if row.dtype in OWN_DTYPES else row.view(torch.uint8)
 
 
 def _lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
@@ -108,3 +112,17 @@ def _lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _row_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0].detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
+def require_elements(name: str, tensor: torch.Tensor, count: int, why: str) -> None:
+    """See that ``tensor`` has ``count`` elements."""
+    if tensor.numel() != count:
+        shape = tuple(tensor.shape)
+        raise ArgumentError(f"{name} has {tensor.numel()} elements (shape {shape}); it must have {count}, {why}")
+
+
+def require_equal_dtypes(*tensors: torch.Tensor) -> None:
+    """See that all have one dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ArgumentError(f"the tensors have dtypes {', '.join(sorted(map(str, dtypes)))}; they must be equal")
