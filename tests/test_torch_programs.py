@@ -48,6 +48,14 @@ def test_what_is_built_on_torch_distributed(outcomes, name):
     assert outcomes[name] == ""
 
 
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+@pytest.mark.parametrize(("launcher", "size"), [([FARANDOLE, "run", "-n"], 4), ([TORCHRUN, "--nproc-per-node"], 2)])
+def test_frameworks_train_over_farandole(framework, size, launcher):
+    result = run(*launcher, size, CHECKS.parent / f"with_{framework}.py", size)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count(f"of {size} is through") == size
+
+
 def script(tmp_path: Path, body: str) -> Path:
     path = tmp_path / "script.py"
     path.write_text("import os, sys, torch\nimport torch.distributed as dist\n" + textwrap.dedent(body))
