@@ -531,7 +531,68 @@ def test_all_to_all_with_counts_that_do_not_fit_is_a_mismatch():
         comm.all_to_all(np.ones(4), counts=[2, 2], output_counts=expects)
         comm.barrier()
 
-    raises_everywhere(2, body, CollectiveMismatchError, "different calls")
+    for text in raises_everywhere(2, body, CollectiveMismatchError, "different calls"):
+        assert "rank 1 sends rank 0 2 elements, and rank 0 expects 3" in text
+
+
+REFUSED_OF_EACH = {
+    "all_reduce": (lambda c: c.all_reduce(np.ones(4), "band"), "band has no meaning for float64"),
+    "reduce_scatter": (lambda c: c.reduce_scatter(np.ones(5)), "5 rows, which 3 ranks"),
+    "all_gather": (lambda c: c.all_gather(np.ones(4), out=np.ones(4)), "out has 4 elements"),
+    "broadcast": (lambda c: c.broadcast(np.ones(4), src=3), "src is 3"),
+    "reduce": (lambda c: c.reduce(object(), dst=0), "object"),
+    "gather": (lambda c: c.gather(np.ones(4), dst=-1), "dst is -1"),
+    "scatter": (lambda c: c.scatter(np.ones(5), src=c.rank), "5 rows, which 3 ranks"),
+    "all_to_all": (lambda c: c.all_to_all(np.ones(4), counts=[1, 2, 1]), "output_counts is needed"),
+    "barrier": (lambda c: c.barrier(algorithm="magic"), "'magic', which is no algorithm"),
+    "split": (lambda c: c.split(-1), "color is -1"),
+    "send": (lambda c: c.send(np.ones(4), dst=c.rank), "is this rank itself"),
+    "recv": (lambda c: c.recv(np.ones(4), src=7), "src is 7"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_EACH)
+@pytest.mark.parametrize("then", ["closes", "does not come"])
+def test_the_others_hear_that_a_rank_has_refused_its_call(name, then):
+    call, message = REFUSED_OF_EACH[name]
+    world = farandole.local(3, timeout_s=20)
+    world.run(lambda comm: comm.barrier())
+    with pytest.raises((farandole.FarandoleError, TypeError)):
+        call(world[1])
+    if then == "closes":
+        world[1].close()
+    error = PeerLostError if then == "closes" else CollectiveTimeoutError
+    with pytest.raises(error) as raised:
+        world[0].all_reduce(np.ones(4), timeout=20 if then == "closes" else 0.1)
+    assert f"rank 1: barrier(), collective number 1, which it has finished; then it refused {name}: " in str(
+        raised.value
+    )
+    assert message in str(raised.value)
+    if then == "closes":
+        assert "rank 1 closed its communicator while others needed it; it had refused a call" in str(raised.value)
+    world.close()
+
+
+def test_a_refusal_is_forgotten_with_the_next_call():
+    world = farandole.local(2, timeout_s=20)
+    with pytest.raises(ArgumentError):
+        world[1].all_gather(np.ones(4), out=np.ones(4))
+    world.run(lambda comm: comm.barrier())
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        world[0].barrier(timeout=0.05)
+    assert "refused" not in str(raised.value)
+    world.close()
+
+
+def test_a_refusal_of_any_length_and_script_is_told():
+    world = farandole.local(2, timeout_s=20)
+    for text in ("é" * 400, "", "one line\nand another"):
+        world[1].refuse("all_reduce", ValueError(text))
+        told = world[0]._runner._engine.calls()[1][-1].decode(errors="ignore")
+        assert told == f"all_reduce: {text.splitlines()[0] if text else 'ValueError'}".encode()[:503].decode(
+            errors="ignore"
+        )
+    world.close()
 
 
 def test_all_to_all_to_oneself_must_fit(worlds):

@@ -22,6 +22,7 @@ from farandole import (
     ArgumentError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    CommunicationError,
     CommunicatorClosedError,
     PeerLostError,
 )
@@ -39,6 +40,44 @@ def contents(src: int, dst: int, tag: int, count: int) -> np.ndarray:
 def wait_until(condition) -> None:
     while not condition():
         threading.Event().wait(0.001)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_for_later_receives_is_bounded(monkeypatch):
+    """A rank that waits for one message, while others without end come before it, says so in time."""
+    monkeypatch.setattr(farandole.runner, "_memory_bytes", lambda: 4 << 20)
+    world = farandole.local(2, timeout_s=20)
+
+    def body(comm):
+        def send_without_end():
+            while True:
+                comm.send(contents(0, 1, 0, 50_000), dst=1)
+
+        with pytest.raises(CommunicationError, match="rank 0 has sent rank 1 more than it can keep") as raised:
+            send_without_end() if comm.rank == 0 else comm.recv(np.zeros(3), src=0, tag=1)
+        assert "rank 1: recv(3 x float64, src=0, tag=1)" in str(raised.value)
+
+    world.run(body)
+    world.close()
+
+
+def test_what_was_received_counts_no_more_for_what_is_kept(monkeypatch):
+    monkeypatch.setattr(farandole.runner, "_memory_bytes", lambda: 4 << 20)
+    with farandole.local(2, timeout_s=20) as world:
+
+        def body(comm):
+            for round_ in range(20):  # in all far more than the bound
+                if comm.rank == 0:
+                    for tag in range(4):
+                        comm.send(contents(0, 1, tag + round_, 50_000), dst=1, tag=tag)
+                else:
+                    for tag in reversed(range(4)):
+                        got = comm.recv(np.zeros(50_000, dtype=np.int32), src=0, tag=tag)
+                        assert (got == contents(0, 1, tag + round_, 50_000)).all()
+
+        world.run(body)
 
 
 # -- what arrives ------------------------------------------------------------------------------------------------------

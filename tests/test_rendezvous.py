@@ -32,6 +32,11 @@ from farandole.store import StoreClient, StoreServer
 WAIT_S = 60  # for what happens at once; only a failure takes so long
 
 
+def card(process: int, world_size: int, arena=()) -> str:
+    """What a rank says of itself."""
+    return json.dumps(rendezvous._Card(process, world_size, list(arena), [0], None)._asdict())
+
+
 @pytest.fixture
 def server():
     made = StoreServer(("127.0.0.1", 0), b"secret")
@@ -222,7 +227,7 @@ def test_a_rank_that_joins_once_where_others_join_twice_is_named_at_once(tmp_pat
 
 def test_a_rank_that_ends_in_the_middle_of_a_meeting_is_named_though_another_is_missing_too(server, monkeypatch):
     monkeypatch.setattr(rendezvous, "_num_joins", 0)
-    server.set("0/rank/2", '{"process": 1, "world_size": 3, "arena": []}')
+    server.set("0/rank/2", card(1, 3))
     tell_of_end(server, 2)
     with pytest.raises(RendezvousError, match="rank 2 ended without joining"):
         join(Identity(0, 3, server.address, False, b"secret"), 1e6)
@@ -353,11 +358,30 @@ def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(ser
 
 def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
     """The meeting has succeeded: rank 0 cannot fail alone."""
-    card = {"process": os.getpid(), "world_size": 2, "arena": [], "cores": [0]}
-    server.set("0/rank/1", json.dumps(card))
+    server.set("0/rank/1", card(os.getpid(), 2))
     server.set("0/mapped/1", "yes")
     over = time.monotonic() - 1
     assert _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1)).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "junk",
+    ["", "x", "[]", "7", "{}", '{"process": "../1", "world_size": 2, "arena": [], "cores": [0], "calibration": null}'],
+)
+def test_what_is_no_card_of_a_rank_is_refused(server, junk):
+    """Also what would be a path, where a number must be."""
+    server.set("0/rank/1", junk)
+    over = time.monotonic() + WAIT_S
+    with pytest.raises(RendezvousError, match="what stands for rank 1 where the ranks meet is not what a rank says"):
+        _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1))
+
+
+@pytest.mark.parametrize("arena", [[], [1, 2], ["1", 2, 3], [1, 2, True]])
+def test_what_is_no_arena_is_refused(server, client, arena):
+    server.set("0/rank/0", card(os.getppid(), 2, arena))
+    over = time.monotonic() + WAIT_S
+    with pytest.raises(RendezvousError, match="what stands for rank 0"):
+        _meet(_Meeting(client, Identity(1, 2, server.address, False, b"secret"), 0, over, 1))
 
 
 INTERRUPTED = """
@@ -479,7 +503,7 @@ def test_the_whole_wait_for_the_store_is_named_though_it_was_there_for_a_while()
 
 def test_a_second_process_that_claims_a_rank_has_missed_no_meeting(server, monkeypatch):
     monkeypatch.setattr(rendezvous, "_num_joins", 0)
-    server.set("0/rank/1", '{"process": 1, "world_size": 3, "arena": []}')
+    server.set("0/rank/1", card(1, 3))
     with pytest.raises(RendezvousError, match="two processes claim rank 1"):
         join(Identity(1, 3, server.address, False, b"secret"), 1e6)
     assert rendezvous._num_joins == 0
@@ -492,7 +516,7 @@ def test_others_are_told_that_a_rank_cannot_watch_them(server, client, monkeypat
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(rendezvous, "_num_joins", 0)
-    server.set("0/rank/1", json.dumps({"process": os.getppid(), "world_size": 2, "arena": [], "cores": [0]}))
+    server.set("0/rank/1", card(os.getppid(), 2))
     with pytest.raises(RendezvousError, match=r"cannot watch the processes of 2 ranks: .*raise the limit with ulimit"):
         join(Identity(0, 2, server.address, False, b"secret"), 1e6)
     assert client.get("0/verdict", 0).startswith("rank 0 could not join: cannot watch the processes of 2 ranks")

@@ -50,8 +50,9 @@ Bytes contents(std::uint32_t src, std::uint32_t dst, std::int64_t tag, std::size
 // One rank, with the few verbs that these tests need.
 class Rank {
  public:
-  Rank(const std::shared_ptr<Arena>& arena, std::uint32_t rank)
-      : engine(std::make_shared<Engine>(arena, rank, std::vector<int>{}, Tuning{50, 50, 2})),
+  Rank(const std::shared_ptr<Arena>& arena, std::uint32_t rank,
+       const Tuning& tuning = Tuning{50, 50, 2})
+      : engine(std::make_shared<Engine>(arena, rank, std::vector<int>{}, tuning)),
         postbox(Postbox::make(engine)) {}
   ~Rank() {
     postbox->close();
@@ -301,6 +302,37 @@ void test_absence() {
   expect(self.finish(*any) == Abort::peer_lost, "nobody is left");
 }
 
+void test_most_unexpected() {
+  constexpr std::size_t kMost = 3000;
+  Tuning tuning{50, 50, 2};
+  tuning.most_unexpected_bytes = kMost;
+  const auto arena = Arena::create({2, 2, kSlotBytes, 7});
+  Rank sender(arena, 0);
+  Rank receiver(arena, 1, tuning);
+  Bytes kept = contents(0, 1, 0, kMost);
+  Bytes more(1);
+  Bytes got(kMost);
+  Bytes one(1);
+  // As much as there may be, again and again.
+  for (int round = 0; round < 3; ++round) {
+    const auto first = sender.post(true, kept, 1, 0, false);
+    const auto second = sender.post(true, more, 1, 1, false);
+    receiver.post(false, one, 0, 1, true);
+    const auto late = receiver.post(false, got, 0, 0, true);
+    expect(late->receipt().status == Abort::none && got == kept, "what was kept is delivered");
+    expect(sender.finish(*first) == Abort::none && sender.finish(*second) == Abort::none, "sent");
+  }
+  // A byte more.
+  const auto first = sender.post(true, kept, 1, 0, false);
+  const auto second = sender.post(true, more, 1, 0, false);
+  const auto third = receiver.post(false, one, 0, 1, true);
+  expect(third->receipt().status == Abort::too_many_unexpected, "too much for the receiver");
+  expect_equal(third->receipt().subject, 1u);
+  sender.finish(*first);  // it was through
+  const Abort heard = sender.finish(*second);
+  expect(heard == Abort::none || heard == Abort::too_many_unexpected, "through, or told of it");
+}
+
 void test_ends() {
   Bytes bytes(kLarge);
   {
@@ -360,6 +392,7 @@ int main() {
     test_mismatch(8, kDtype + 1, posted_first);
   }
   test_absence();
+  test_most_unexpected();
   test_ends();
   return testing::report();
 }
