@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole import _native, rendezvous, store
+from farandole import _native, membership, rendezvous, store
 from farandole.calibration import SHIPPED
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, PeerLostError, RendezvousError
 from farandole.launch import processes, run_processes
-from farandole.rendezvous import Identity, Membership, _meet, _Meeting, identity_from, join, tell_of_end
+from farandole.membership import Membership
+from farandole.rendezvous import Identity, _meet, _Meeting, identity_from, join, tell_of_end
 from farandole.store import StoreClient, StoreServer
 
 WAIT_S = 60  # for what happens at once; only a failure takes so long
@@ -429,7 +430,7 @@ def too_large(_world_size):
 
 
 def test_others_are_told_that_rank_0_cannot_make_the_memory(server, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_geometry", too_large)
+    monkeypatch.setattr(membership, "_geometry", too_large)
     first, second = Ranks(server, 2).join()
     assert isinstance(first, RendezvousError)
     assert re.match(r"cannot map \d+ bytes of shared memory: .*\(see ulimit -n\).*\(see ulimit -v\)", str(first))
@@ -439,10 +440,10 @@ def test_others_are_told_that_rank_0_cannot_make_the_memory(server, monkeypatch)
 
 FAILS_TO_SERVE = """
 import os, sys, time, pathlib, farandole
-from farandole import rendezvous
+from farandole import membership
 from farandole.store import StoreClient
 has_come = pathlib.Path(sys.argv[1])
-geometry, get_all = rendezvous._geometry, StoreClient.get_all
+geometry, get_all = membership._geometry, StoreClient.get_all
 
 def too_large(world_size):
     while not has_come.exists():
@@ -455,14 +456,14 @@ def come(client, keys, *arguments, **more):
     return get_all(client, keys, *arguments, **more)
 
 if os.environ["RANK"] == "0":
-    rendezvous._geometry = too_large
+    membership._geometry = too_large
 else:
     StoreClient.get_all = come
 try:
     farandole.init(timeout_s=1e6)
 except farandole.RendezvousError as error:
     print(error, flush=True)
-rendezvous._geometry = geometry
+membership._geometry = geometry
 with farandole.init(timeout_s=50) as comm:
     comm.barrier()
 """
@@ -545,11 +546,11 @@ def test_a_membership_that_nobody_takes_over_has_left_and_leaves_no_descriptor()
         comm.barrier()
 
 
-@pytest.mark.parametrize("name", ["_create_arena", "_map_arena", "_open_process"])
+@pytest.mark.parametrize("name", ["create_arena", "map_arena", "_open_process"])
 def test_a_group_that_cannot_be_made_fails_on_every_rank_with_the_reason(monkeypatch, name):
     """Groups are {0, 2} and {1, 3}; it is the second that fails."""
-    real = getattr(rendezvous, name)
-    failing = "rank 1" if name == "_create_arena" else "rank 3"
+    real = getattr(membership, name)
+    failing = "rank 1" if name == "create_arena" else "rank 3"
 
     def fail(*arguments):
         if threading.current_thread().name == failing:
@@ -565,7 +566,7 @@ def test_a_group_that_cannot_be_made_fails_on_every_rank_with_the_reason(monkeyp
         if name == "_open_process":
             for comm in world:  # as if the ranks were other processes
                 comm._membership = dataclasses.replace(comm._membership, processes=(os.getppid(),) * 4)
-        monkeypatch.setattr(rendezvous, name, fail)
+        monkeypatch.setattr(membership, name, fail)
         messages = world.run(split)
         monkeypatch.undo()
         assert len(set(messages)) == 1

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import farandole
-from farandole import algorithms, rendezvous
+from farandole import algorithms, membership
 from farandole.calibration import (
     SHIPPED,
     Calibration,
@@ -113,6 +113,9 @@ def test_a_machine_where_steps_cost_nothing_never_sends_more_than_it_must():
         (("all_reduc", 2, 8), "no collective 'all_reduc'"),
         (("gather", 0, 8), "world_size is 0"),
         (("gather", 2, -1), "-1"),
+        (("gather", 2, 2**70), "must be whole numbers"),
+        (("gather", 2, "8"), "must be whole numbers"),
+        (("gather", 2, 8.5), "must be whole numbers"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(arguments, message):
@@ -121,7 +124,7 @@ def test_what_cannot_be_explained_is_refused(arguments, message):
 
 
 def test_a_communicator_explains_what_it_does(monkeypatch):
-    monkeypatch.setattr(rendezvous, "calibration_in_use", lambda: MODERN)
+    monkeypatch.setattr(membership, "calibration_in_use", lambda: MODERN)
     with farandole.local(3) as world:
         for count in (2, 100_000):
             arrays = [np.arange(count, dtype=np.float32) + rank for rank in range(3)]
@@ -207,7 +210,7 @@ def test_an_uneven_all_to_all_works_whatever_the_calibration(monkeypatch, seed):
     random = np.random.default_rng(seed)
     figures = {field: float(10 ** random.uniform(-9, -3)) for field in ("latency_s", "step_s", "turn_s")}
     mine = replace(SHIPPED, **figures)
-    monkeypatch.setattr(rendezvous, "calibration_in_use", lambda: mine)
+    monkeypatch.setattr(membership, "calibration_in_use", lambda: mine)
     counts = random.integers(0, 2000, (3, 3))
     with farandole.local(3) as world:
         arrived = world.run(

@@ -25,8 +25,8 @@ from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.collectives import is_reducing
 from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError, CommunicationError
+from farandole.membership import Membership
 from farandole.plans import split_evenly
-from farandole.rendezvous import Membership
 from farandole.runner import Runner
 from farandole.selector import Explanation, explain
 from farandole.work import Work, require_timeout

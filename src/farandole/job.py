@@ -7,7 +7,8 @@ import os
 
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError
-from farandole.rendezvous import identity_from, join, join_alone
+from farandole.membership import join_alone
+from farandole.rendezvous import identity_from, join
 from farandole.runner import close_at_exit
 from farandole.work import require_timeout
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
-from farandole.rendezvous import MAX_WORLD_SIZE, join_threads
+from farandole.membership import join_threads
+from farandole.rendezvous import MAX_WORLD_SIZE
 
 __all__ = ["LocalWorld", "local"]
 

@@ -24,7 +24,7 @@ from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
-from farandole.rendezvous import Membership
+from farandole.membership import Membership
 from farandole.work import Receipt, Work, require_timeout
 
 __all__ = ["Runner", "close_all", "close_at_exit", "tell_at_exit"]

@@ -27,7 +27,8 @@ from farandole.errors import (
     ArgumentError,
     CommunicationError,
 )
-from farandole.rendezvous import join_alone, join_at
+from farandole.membership import join_alone
+from farandole.rendezvous import join_at
 from farandole.runner import tell_at_exit
 from farandole.torch_backend.entry import entry
 from farandole.torch_backend.meeting import StoreMeetingPlace, monitored_barrier
