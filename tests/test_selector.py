@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 from dataclasses import asdict, replace
@@ -116,11 +117,52 @@ def test_a_machine_where_steps_cost_nothing_never_sends_more_than_it_must():
         (("gather", 2, 2**70), "must be whole numbers"),
         (("gather", 2, "8"), "must be whole numbers"),
         (("gather", 2, 8.5), "must be whole numbers"),
+        (("reduce", 2, 8, SHIPPED, "float8"), "dtype float8 cannot be communicated"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(arguments, message):
     with pytest.raises(ArgumentError, match=message):
-        explain(*arguments, SHIPPED)
+        explain(*(*arguments, SHIPPED)[:4], *arguments[4:])
+
+
+def num_roundings(schedule: Schedule) -> int:
+    """How often a contribution is rounded at most, if a rank adds up at once what a step brings to a slot."""
+    done: dict[tuple[int, int], int] = {}  # per rank and slot
+    most = 0
+    for _, step in itertools.groupby(schedule, key=lambda transfer: transfer.step):
+        after = {}
+        for transfer in step:
+            source = done.get((transfer.src, transfer.src_slot), 0)
+            target = (transfer.dst, transfer.dst_slot)
+            if transfer.reduce:
+                after[target] = max(after.get(target, 0), done.get(target, 0) + 1, source + 1)
+                most = max(most, after[target])
+            else:
+                after[target] = source
+        done.update(after)
+    return most
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
+def test_algorithms_that_are_said_to_round_once_do(collective):
+    """And each of the others rounds more often, for some number of ranks."""
+    for name in algorithms.names(collective):
+        most = max(num_roundings(algorithms.build(collective, name, n)) for n in range(2, 10))
+        assert (most == 1) == (name in algorithms.ROUND_ONCE), name
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_are_summed_by_what_rounds_once(collective, dtype):
+    for world_size in (2, 3, 4, 8, 64):
+        for nbytes in (2, 4096, 1 << 20, 1 << 28):
+            explanation = explain(collective, world_size, nbytes, SHIPPED, dtype)
+            assert explanation.chosen in algorithms.ROUND_ONCE
+            assert "round" in explanation.reason
+
+
+def test_what_is_only_moved_is_chosen_whatever_the_dtype():
+    assert explain("broadcast", 8, 1 << 20, SHIPPED, "float16") == explain("broadcast", 8, 1 << 20, SHIPPED)
 
 
 def test_a_communicator_explains_what_it_does(monkeypatch):

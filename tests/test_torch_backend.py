@@ -521,6 +521,110 @@ def test_sparse_tensors_are_summed(world, op):
     world.run(4, body)
 
 
+# --- In how many ways torch calls a method ----------------------------------------------------------------------------
+
+
+def rows(group, shape=(4,)):
+    return values(group.rank(), shape, torch.float32), inputs(group, shape, torch.float32)
+
+
+WAYS = {
+    "allreduce: a tensor": (lambda g, t: g.allreduce(t), lambda e, r: reduced(e, "SUM")),
+    "allreduce: an op": (lambda g, t: g.allreduce([t], dist.ReduceOp.MAX), lambda e, r: reduced(e, "MAX")),
+    "allreduce: both": (
+        lambda g, t: g.allreduce(t, dist.ReduceOp.MIN, timedelta(seconds=9)),
+        lambda e, r: reduced(e, "MIN"),
+    ),
+    "allreduce: by name": (
+        lambda g, t: g.allreduce(t, timeout=timedelta(seconds=9), op=dist.ReduceOp.PRODUCT),
+        lambda e, r: reduced(e, "PRODUCT"),
+    ),
+    "allreduce: opts by name": (
+        lambda g, t: g.allreduce([t], opts=with_options(c10d.AllreduceOptions, True, reduceOp=dist.ReduceOp.MAX)),
+        lambda e, r: reduced(e, "MAX"),
+    ),
+    "broadcast": (lambda g, t: g.broadcast(t, 1), lambda e, r: e[1]),
+    "broadcast: by name": (lambda g, t: g.broadcast(t, root=2, timeout=None), lambda e, r: e[2]),
+    "reduce": (lambda g, t: g.reduce(t, 1, dist.ReduceOp.MAX), lambda e, r: reduced(e, "MAX") if r == 1 else e[r]),
+    "reduce: a root alone": (lambda g, t: g.reduce(t, root=2), lambda e, r: reduced(e, "SUM") if r == 2 else e[r]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_and_values_stand_for_a_list_and_options(world, way):
+    call, expected = WAYS[way]
+
+    def body(group):
+        mine, everyones = rows(group)
+        assert call(group, mine).wait()
+        same(mine, expected(everyones, group.rank()))
+
+    world.run(3, body)
+
+
+def test_single_tensors_stand_for_lists_in_what_gathers_and_scatters(world):
+    def body(group):
+        size, rank = group.size(), group.rank()
+        mine, everyones = rows(group)
+        outputs = [torch.zeros(4) for _ in range(size)]
+        group.allgather(outputs, mine).wait()
+        same(torch.stack(outputs), torch.stack(everyones))
+        outputs = [torch.zeros(4) for _ in range(size)] if rank == 1 else []
+        group.gather(outputs, mine, 1).wait()
+        if rank == 1:
+            same(torch.stack(outputs), torch.stack(everyones))
+        output = torch.zeros(4)
+        group.scatter(output, everyones if rank == 2 else [], root=2).wait()
+        same(output, everyones[rank])
+        parts = [values(rank, (4,), torch.float32, salt) for salt in range(size)]
+        group.reduce_scatter(output, parts, dist.ReduceOp.MAX).wait()
+        same(output, reduced([values(other, (4,), torch.float32, rank) for other in range(size)], "MAX"))
+        output = torch.zeros(size * 2)
+        group.all_to_all_single(output, torch.arange(2.0 * size) + 100 * rank, [], [], timedelta(seconds=9)).wait()
+        same(output, torch.cat([torch.arange(2.0) + 2 * rank + 100 * other for other in range(size)]))
+        group.barrier(timedelta(seconds=9)).wait()
+        group.barrier(timeout=timedelta(seconds=9)).wait()
+        group.barrier().wait()
+
+    world.run(3, body)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.allreduce(), "needs 1 arguments by position; there are 0"),
+        (lambda g: g.allreduce(torch.ones(1), root=1), "after its data, opts= of AllreduceOptions; or op=, timeout="),
+        (lambda g: g.broadcast(torch.ones(1), 0, None, 1), "opts= of BroadcastOptions; or root=, timeout="),
+        (lambda g: g.barrier(timeout=None, opts=c10d.BarrierOptions()), "opts= of BarrierOptions; or timeout="),
+    ],
+)  # fmt: skip
+def test_what_no_group_of_torch_takes_either_is_refused(world, call, message):
+    def body(group):
+        with pytest.raises(ArgumentError, match=message):
+            call(group)
+
+    world.run(2, body)
+
+
+def test_the_profiler_sees_every_call():
+    groups = meet(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pending = groups[0].allreduce([torch.ones(3)], with_options(c10d.AllreduceOptions, True))
+        sent = groups[0].send([torch.ones(3)], 1)
+        groups[1].allreduce([torch.ones(3)], with_options(c10d.AllreduceOptions, False))
+        groups[1].recv([torch.ones(3)], 0).wait()
+        sent.wait()
+        pending.get_future().wait()
+    events = {event.key: event.count for event in profile.key_averages()}
+    assert {name: events.get(f"farandole:{name}") for name in ("all_reduce", "send", "recv")} == {
+        "all_reduce": 2,
+        "send": 1,
+        "recv": 1,
+    }
+    for group in groups:
+        group.shutdown()
+
+
 # --- Autograd, modes, futures -----------------------------------------------------------------------------------------
 
 
@@ -883,7 +987,7 @@ def test_a_rank_meets_a_new_peer_at_a_new_store():
 
 
 def test_two_that_claim_one_rank_are_told_apart(monkeypatch):
-    monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
+    monkeypatch.setattr(group_module, "meeting_name", lambda *arguments: "now")
     store = dist.HashStore()
     dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
         "0/rank/0", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "cores": [0], "calibration": null}'
@@ -897,7 +1001,7 @@ def test_with_a_secret_what_a_stranger_sets_is_refused(monkeypatch):
     groups = meet(2)
     for group in groups:
         group.shutdown()
-    monkeypatch.setattr(group_module, "_meeting_name", lambda options: "now")
+    monkeypatch.setattr(group_module, "meeting_name", lambda *arguments: "now")
     store = dist.HashStore()
     dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
         "0/rank/1", '{"process": 1, "world_size": 2, "arena": [], "cores": [0], "calibration": null}'

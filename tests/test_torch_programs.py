@@ -24,14 +24,14 @@ FARANDOLE = Path(sys.executable).parent / "farandole"
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 
 
-def run(*command, timeout_s: float = 200) -> subprocess.CompletedProcess:
+def run(*command, timeout_s: float = 200, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [*map(str, command)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
 
 
@@ -54,6 +54,14 @@ def test_frameworks_train_over_farandole(framework, size, launcher):
     result = run(*launcher, size, CHECKS.parent / f"with_{framework}.py", size)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count(f"of {size} is through") == size
+
+
+def test_what_is_built_on_torch_distributed_under_its_own_checks():
+    """Which torch makes of every call where it is told to look closely."""
+    result = run(FARANDOLE, "run", "-n", 2, CHECKS, "farandole", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert found == dict.fromkeys(NAMES, "")
 
 
 def script(tmp_path: Path, body: str) -> Path:

@@ -21,7 +21,7 @@ import numpy as np
 from farandole.dtypes import DType, dtype_named
 from farandole.errors import ArgumentError
 
-__all__ = ["Buffer", "empty_like", "read_buffer", "registered_array", "write_buffer"]
+__all__ = ["Buffer", "empty_like", "read_buffer", "registered_array", "require_no_self_overlap", "write_buffer"]
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def write_buffer(value: Any) -> Buffer:
     stand_in = array
     deliver = None
     if not array.flags.c_contiguous:
-        _require_no_self_overlap(array.shape, array.strides)
+        require_no_self_overlap(array.shape, array.strides)
         stand_in = np.ascontiguousarray(array)
 
         def deliver() -> None:
@@ -175,7 +175,7 @@ def _writable_tensor(value: Any) -> Buffer:
     dtype = _torch_dtype(tensor)
     if tensor.is_contiguous():
         return Buffer(tensor.data_ptr(), tuple(tensor.shape), dtype, value, tensor)
-    _require_no_self_overlap(tuple(tensor.shape), tensor.stride())
+    require_no_self_overlap(tuple(tensor.shape), tensor.stride())
     stand_in = tensor.contiguous()
 
     def deliver() -> None:
@@ -184,8 +184,12 @@ def _writable_tensor(value: Any) -> Buffer:
     return Buffer(stand_in.data_ptr(), tuple(tensor.shape), dtype, value, stand_in, deliver)
 
 
-def _require_no_self_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Refuse an output in which one place in memory is several elements."""
+def require_no_self_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Refuse an output in which one place in memory is several elements.
+
+    Raises:
+        ArgumentError: it overlaps itself.
+    """
     reach = 0
     for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
         if length <= 1:

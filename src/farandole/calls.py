@@ -202,7 +202,7 @@ class CallTable:
         if algorithm is None and arriving is not None and len({*signature.counts, *arriving}) > 1:
             algorithm = "direct"  # which takes any counts; each rank sees other sizes, and might choose another
         if algorithm is None:
-            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration)
+            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration, signature.dtype.name)
         if isinstance(algorithm, str):
             _require_known(collective, algorithm)
             return selector.named_schedule(collective, algorithm, world_size, signature.root)

@@ -600,20 +600,21 @@ class Communicator:
         rows: list[list[int]] = everyones.tolist()
         return rows
 
-    def explain(self, collective: str, nbytes: int) -> Explanation:
+    def explain(self, collective: str, nbytes: int, dtype: str = "float32") -> Explanation:
         """Which algorithm a call without ``algorithm`` uses, what each would cost, and why. Not a collective.
 
         Args:
             collective: its name, as of the method.
             nbytes: bytes of the whole buffer, S; for all_gather, of the gathered result.
+            dtype: of the elements, by name; 16-bit floats are reduced by those algorithms alone that round sums once.
 
         Returns:
             An `Explanation`; printed, a table.
 
         Raises:
-            ArgumentError: there is no such collective, or no such size.
+            ArgumentError: there is no such collective, size or dtype.
         """
-        return explain(collective, self.world_size, nbytes, self._membership.calibration)
+        return explain(collective, self.world_size, nbytes, self._membership.calibration, dtype)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""
@@ -650,6 +651,11 @@ class Communicator:
     def closed(self) -> bool:
         """Whether this rank has closed the communicator."""
         return self._runner.closed
+
+    @property
+    def poisons(self) -> bool:
+        """Whether outputs of asynchronous calls are spoiled until they are done: FARANDOLE_POISON."""
+        return self._runner.poisons
 
     @property
     def aborted(self) -> bool:

@@ -7,8 +7,7 @@ import os
 
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError
-from farandole.membership import join_alone
-from farandole.rendezvous import identity_from, join
+from farandole.launch.environment import join_job
 from farandole.runner import close_at_exit
 from farandole.work import require_timeout
 
@@ -18,9 +17,10 @@ __all__ = ["init"]
 def init(*, timeout_s: float | None = None) -> Communicator:
     """The communicator of all ranks of this job.
 
-    Who this process is comes from the environment: `farandole run` sets it; else RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT do. Where neither RANK nor WORLD_SIZE is set, the process is alone, and the world has one rank. Every
-    rank must call it; it may be called again after the communicator was closed, or for a second one.
+    Who this process is comes from the environment, as `farandole run`, torchrun, mpirun, srun or RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT set it (see `farandole.launch.environment`). Where none of them does, the process is
+    alone, and the world has one rank. Every rank must call it; it may be called again after the communicator was
+    closed, or for a second one.
 
     Args:
         timeout_s: seconds to wait for the other ranks here, and in every blocking call that does not say otherwise;
@@ -41,9 +41,7 @@ def init(*, timeout_s: float | None = None) -> Communicator:
         except ValueError:
             raise ArgumentError(f"FARANDOLE_TIMEOUT_S is {text!r}; it must be a number of seconds") from None
     timeout_s = require_timeout("timeout_s", timeout_s)
-    identity = identity_from(os.environ)
-    membership = join_alone() if identity is None else join(identity, timeout_s)
-    return Communicator(membership, timeout_s=timeout_s)
+    return Communicator(join_job(os.environ, timeout_s), timeout_s=timeout_s)
 
 
 atexit.register(close_at_exit)

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +23,6 @@ __all__ = [
     "MAX_WORLD_SIZE",
     "Identity",
     "MeetingPlace",
-    "identity_from",
     "join",
     "join_at",
     "tell_of_end",
@@ -68,55 +66,13 @@ class Identity:
     secret: bytes
 
 
-def identity_from(environment: Mapping[str, str]) -> Identity | None:
-    """Who the environment says this process is; None if it says nothing: then it is alone.
-
-    ``farandole run`` sets RANK, WORLD_SIZE, FARANDOLE_RENDEZVOUS and FARANDOLE_SECRET. Without the latter two,
-    MASTER_ADDR and MASTER_PORT tell where rank 0 serves the store.
-
-    Raises:
-        RendezvousError: a variable is missing or makes no sense, or torchrun set them.
-    """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return None
-    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise RendezvousError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be in 0..WORLD_SIZE - 1")
-    secret = environment.get("FARANDOLE_SECRET", "").encode()
-    rank_0_serves = False
-    if "TORCHELASTIC_RUN_ID" in environment and "FARANDOLE_RENDEZVOUS" not in environment:
-        raise RendezvousError(
-            "this process was started by torchrun, and farandole.init does not work under torchrun yet: its agent "
-            "holds the port that rank 0 would serve on; use 'farandole run -n N' in place of 'torchrun "
-            "--nproc-per-node N', or torch.distributed.init_process_group('farandole')"
-        )
-    if "FARANDOLE_RENDEZVOUS" in environment:
-        host, _, text = environment["FARANDOLE_RENDEZVOUS"].rpartition(":")
-        port = _port(text, "FARANDOLE_RENDEZVOUS")
-    elif "MASTER_ADDR" in environment:
-        host = environment["MASTER_ADDR"]
-        port = _port(environment.get("MASTER_PORT", ""), "MASTER_PORT")
-        rank_0_serves = True
-    else:
-        raise RendezvousError(
-            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with 'farandole run' (in place of torchrun or "
-            "mpirun), or set MASTER_ADDR and MASTER_PORT"
-        )
-    host = host.strip("[]")
-    if not secret and not _is_loopback(host):
-        raise RendezvousError(
-            f"the ranks meet at {host}, which others can reach, and FARANDOLE_SECRET is not set; set it to the same "
-            f"long random text on all ranks"
-        )
-    return Identity(rank, world_size, (host, port), rank_0_serves, secret)
-
-
-def join(identity: Identity, timeout_s: float) -> Membership:
+def join(identity: Identity, timeout_s: float, server: StoreServer | None = None) -> Membership:
     """Meet the other ranks of the job.
 
     Args:
         identity: who this process is.
         timeout_s: how long to wait for them.
+        server: on rank 0, if it serves the store: that, where it is served already; closed when the ranks have met.
 
     Raises:
         RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory;
@@ -129,7 +85,7 @@ def join(identity: Identity, timeout_s: float) -> Membership:
     with contextlib.ExitStack() as stack:
         store: StoreServer | StoreClient
         if identity.rank_0_serves and identity.rank == 0:
-            store = StoreServer(identity.store, identity.secret)
+            store = server or StoreServer(identity.store, identity.secret)
             stack.callback(store.close)
             _num_joins = number + 1  # first: nobody else counts this meeting before it is served
             store.set(_SERVED_MEETING, str(number))
@@ -393,25 +349,3 @@ def _read_card(rank: int, text: str) -> _Card:
             f"what stands for rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
         )
     return card
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name)
-    if text is None or not text.strip().lstrip("-").isdigit():
-        raise RendezvousError(f"{name} is {text!r}; it must be a whole number (RANK and WORLD_SIZE are set together)")
-    return int(text)
-
-
-def _port(text: str, name: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise RendezvousError(f"{name} is {text!r}; it must give a port in 1..65535")
-    return int(text)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

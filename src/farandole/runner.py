@@ -89,6 +89,7 @@ class Runner:
     Attributes:
         repeats: runs calls that were made before without coming by here.
         in_flight: the background collectives whose results are not delivered yet.
+        poisons: whether outputs of background calls are spoiled until they are done.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -120,7 +121,7 @@ class Runner:
         self._failure: CommunicationError | None = None
         self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
-        self._poisons = os.environ.get(_POISON, "0") != "0"
+        self.poisons = os.environ.get(_POISON, "0") != "0"
         _open.add(self)
 
     def run(
@@ -181,7 +182,7 @@ class Runner:
                 itemsize = signature.dtype.itemsize
                 self.repeats.remember(*repeat, call.native, input_start * itemsize, output_start * itemsize)
             return result
-        if self._poisons and target is not None and not self._reads(source, target, signature):
+        if self.poisons and target is not None and not self._reads(source, target, signature):
             target.poison()
         work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell)
         try:
@@ -229,7 +230,7 @@ class Runner:
                 self._rest_if_idle()
             return self._delivered(sends, buffer, *receipt)
 
-        if self._poisons and not sends:
+        if self.poisons and not sends:
             buffer.poison()
         work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell)
         try:

@@ -1,12 +1,11 @@
 """Which algorithm a collective uses when the caller names none: the one that the cost model says is fastest.
 
-All algorithms of the collective are priced on the link that the ranks have between them (`farandole.calibration`). Of
-those within `TOLERANCE` of the fastest, which the model cannot tell apart, one that sends and adds up the fewest bytes
-is chosen, give or take as much; of several such one of the fewest steps, and then the last in
-`farandole.algorithms.ALGORITHMS`: those that fold all contributions at once, and so round 16-bit floats once, stand
-last there. So the choice is a function of collective, world size, bytes and
-calibration, and all ranks of a communicator choose the same: they have rank 0's calibration, and a hash of the schedule
-is in each message.
+All algorithms of the collective are priced on the link that the ranks have between them (`farandole.calibration`);
+16-bit floats are reduced by those alone that fold all contributions at once, and so round once. Of those within
+`TOLERANCE` of the fastest, which the model cannot tell apart, one that sends and adds up the fewest bytes is chosen,
+give or take as much; of several such one of the fewest steps, and then the last in `farandole.algorithms.ALGORITHMS`.
+So the choice is a function of collective, world size, bytes, dtype and calibration, and all ranks of a communicator
+choose the same: they have rank 0's calibration, and a hash of the schedule is in each message.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ import numpy as np
 
 from farandole import algorithms
 from farandole.calibration import Calibration
+from farandole.collectives import is_reducing
 from farandole.cost_model import price
+from farandole.dtypes import dtype_named
 from farandole.errors import ArgumentError
 from farandole.schedule import Schedule
 
 __all__ = ["TOLERANCE", "Candidate", "Explanation", "choose", "explain", "named_schedule"]
+
+_ROUNDED = ("float16", "bfloat16")
 
 TOLERANCE = 0.05
 """Predictions that differ by no more than this part are as good as equal."""
@@ -82,16 +85,18 @@ class Explanation:
         return "\n".join([*lines, f"calibration: {self.calibration}"])
 
 
-def choose(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> str:
+def choose(collective: str, world_size: int, nbytes: int, calibration: Calibration, dtype: str = "float32") -> str:
     """The name of the algorithm for ``nbytes`` bytes of the whole buffer.
 
     Raises:
         ArgumentError: there is no such collective.
     """
-    return explain(collective, world_size, nbytes, calibration).chosen
+    return explain(collective, world_size, nbytes, calibration, dtype).chosen
 
 
-def explain(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> Explanation:
+def explain(
+    collective: str, world_size: int, nbytes: int, calibration: Calibration, dtype: str = "float32"
+) -> Explanation:
     """The candidates with what they would cost, the choice, and why.
 
     Sizes are rounded up to three binary digits (by a fifth at most), so that there are few of them to price.
@@ -101,9 +106,10 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
         world_size: number of ranks, N >= 1.
         nbytes: bytes of the whole buffer, S >= 0.
         calibration: what communication costs here.
+        dtype: of the elements. 16-bit floats are reduced by the algorithms alone that round sums once.
 
     Raises:
-        ArgumentError: no such collective, or a number out of range.
+        ArgumentError: no such collective or dtype, or a number out of range.
     """
     if collective not in algorithms.ALGORITHMS:
         raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
@@ -112,21 +118,24 @@ def explain(collective: str, world_size: int, nbytes: int, calibration: Calibrat
             f"world_size is {world_size} and nbytes is {nbytes!r}; they must be whole numbers >= 1 and >= 0"
         )
     nbytes = int(nbytes)
+    rounds_once = is_reducing(collective) and dtype_named(dtype).name in _ROUNDED
     unit = 1 << max(0, nbytes.bit_length() - 3)
-    return replace(_explain(collective, world_size, -(-nbytes // unit) * unit, calibration), nbytes=nbytes)
+    explanation = _explain(collective, world_size, -(-nbytes // unit) * unit, calibration, rounds_once)
+    return replace(explanation, nbytes=nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibration) -> Explanation:
+def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibration, rounds_once: bool) -> Explanation:
     link = calibration.link(world_size, nbytes)
     candidates = []
-    for name in algorithms.names(collective):
+    names = [name for name in algorithms.names(collective) if not rounds_once or name in algorithms.ROUND_ONCE]
+    for name in names:
         cost = price(named_schedule(collective, name, world_size), nbytes, link)
         candidates.append(Candidate(name, cost.seconds, cost.rounds, cost.max_bytes_sent, cost.max_bytes_reduced))
     candidates.sort(key=lambda candidate: candidate.seconds)
     fastest = candidates[0]
     close = [one for one in candidates if one.seconds <= fastest.seconds * (1 + TOLERANCE)]
-    order = {name: index for index, name in enumerate(algorithms.names(collective))}
+    order = {name: index for index, name in enumerate(names)}
     least_work = min(_work(one) for one in close)
     chosen = min(
         (one for one in close if _work(one) <= least_work * (1 + TOLERANCE)),
@@ -140,6 +149,8 @@ def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibra
     else:
         others = " and ".join(one.algorithm for one in close if one is not chosen)
         reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does {TOLERANCE:.0%} less"
+    if rounds_once:
+        reason += ", of those that round sums of 16-bit floats once"
     return Explanation(collective, world_size, nbytes, chosen.algorithm, reason, tuple(candidates), calibration.source)
 
 

@@ -509,6 +509,182 @@ def messages_with_tags_and_from_anyone() -> None:
             work.wait()
 
 
+@check
+def data_parallel_over_a_model_of_complex_numbers() -> None:
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+            self.layer = nn.Linear(10, 3)
+
+        def forward(self, x):
+            return self.layer(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=10))
+
+    wrapped, alone = ddp(Filter()), Filter()
+    (wrapped(batch(rank(), 0)) ** 2).mean().backward()
+    (alone(torch.cat([batch(of, 0) for of in range(size())])) ** 2).mean().backward()
+    for one, other in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        assert other.grad.abs().max() > 0
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def odd_group() -> tuple[list[int], dist.ProcessGroup]:
+    """Of the last rank and one before it, named in this order; torch sorts them."""
+    members = [size() - 1, size() - 3] if size() > 2 else [1, 0]
+    return sorted(members), dist.new_group(members)
+
+
+@check
+def roots_by_their_rank_in_the_job_and_in_the_group() -> None:
+    members, group = odd_group()
+    if rank() not in members:
+        return
+    mine = members.index(rank())
+
+    def each_way(name: str) -> list[dict[str, int]]:
+        return [
+            {f"group_{name}" if by_group else name: place if by_group else members[place]}
+            for place in range(2)
+            for by_group in (False, True)
+        ]
+
+    def place_of(way: dict[str, int]) -> int:
+        ((name, number),) = way.items()
+        return number if name.startswith("group_") else members.index(number)
+
+    for way in each_way("src"):
+        place = place_of(way)
+        tensor = torch.arange(3.0) + 10 * rank()
+        dist.broadcast(tensor, group=group, **way)
+        torch.testing.assert_close(tensor, torch.arange(3.0) + 10 * members[place])
+        parts = [torch.arange(3.0) + 10 * rank() + 100 * other for other in range(2)] if mine == place else None
+        dist.scatter(tensor, parts, group=group, **way)
+        torch.testing.assert_close(tensor, torch.arange(3.0) + 10 * members[place] + 100 * mine)
+        objects = [f"of {rank()}"]
+        dist.broadcast_object_list(objects, group=group, **way)
+        assert objects == [f"of {members[place]}"]
+        dist.scatter_object_list(objects, [f"{rank()} for {other}" for other in range(2)], group=group, **way)
+        assert objects == [f"{members[place]} for {mine}"]
+    for way in each_way("dst"):
+        place = place_of(way)
+        tensor = torch.arange(3.0) + 10 * rank()
+        dist.reduce(tensor, group=group, **way)
+        expected = 2 * torch.arange(3.0) + 10 * sum(members) if mine == place else torch.arange(3.0) + 10 * rank()
+        torch.testing.assert_close(tensor, expected)
+        tensor = torch.arange(3.0) + 10 * rank()
+        outputs = [torch.zeros(3) for _ in members] if mine == place else None
+        dist.gather(tensor, outputs, group=group, **way)
+        for output, member in zip(outputs or (), members, strict=False):
+            torch.testing.assert_close(output, torch.arange(3.0) + 10 * member)
+        objects = [None, None] if mine == place else None
+        dist.gather_object(rank(), objects, group=group, **way)
+        assert objects is None or objects == members
+    peer = 1 - mine
+    for by_group in (False, True):
+        to = {"group_dst": peer} if by_group else {"dst": members[peer]}
+        of = {"group_src": peer} if by_group else {"src": members[peer]}
+        got = torch.zeros(2)
+        sent = dist.isend(torch.full((2,), float(rank())), group=group, tag=7, **to)
+        assert dist.recv(got, group=group, tag=7, **of) == members[peer]
+        sent.wait()
+        torch.testing.assert_close(got, torch.full((2,), float(members[peer])))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What the call is refused with; empty if it is not."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@check
+def roots_that_are_not_in_the_group_are_named() -> None:
+    members, group = odd_group()
+    if rank() not in members:
+        return
+    tensor = torch.ones(3)
+    calls = {
+        "src": [
+            lambda way: dist.broadcast(tensor, group=group, **way),
+            lambda way: dist.scatter(tensor, None, group=group, **way),
+            lambda way: dist.broadcast_object_list([1], group=group, **way),
+            lambda way: dist.recv(tensor, group=group, **way),
+        ],
+        "dst": [
+            lambda way: dist.reduce(tensor, group=group, **way),
+            lambda way: dist.gather(tensor, None, group=group, **way),
+            lambda way: dist.gather_object(1, None, group=group, **way),
+            lambda way: dist.send(tensor, group=group, **way),
+        ],
+    }
+    for name, them in calls.items():
+        for call in them:
+            for way in ({name: 9}, {f"group_{name}": 5}):
+                ((_, number),) = way.items()
+                assert str(number) in refusal(lambda call=call, way=way: call(way)), way
+    dist.barrier(group=group)
+
+
+@check
+def every_operation_keeps_the_order_of_the_ranks_of_a_group() -> None:
+    members, group = odd_group()
+    if rank() not in members:
+        return
+    assert dist.get_process_group_ranks(group) == members
+    mine = members.index(rank())
+    assert dist.get_rank(group) == mine
+    outputs = [torch.zeros(1) for _ in members]
+    dist.all_gather(outputs, torch.tensor([float(rank())]), group=group)
+    assert [output.item() for output in outputs] == members
+    whole = torch.zeros(2)
+    dist.all_gather_single(whole, torch.tensor([float(rank())]), group=group)
+    assert whole.tolist() == members
+    part = torch.zeros(1)
+    dist.reduce_scatter_single(part, torch.tensor([float(rank()), 100.0 + rank()]), group=group)
+    assert part.item() == sum(members) + 200 * mine
+    dist.reduce_scatter(part, [torch.tensor([float(rank())]), torch.tensor([100.0 + rank()])], group=group)
+    assert part.item() == sum(members) + 200 * mine
+    dist.all_to_all_single(whole, torch.tensor([float(rank()), 100.0 + rank()]), group=group)
+    assert whole.tolist() == [member + 100 * mine for member in members]
+    dist.all_to_all(outputs, [torch.tensor([float(rank())]), torch.tensor([100.0 + rank()])], group=group)
+    assert [output.item() for output in outputs] == [member + 100 * mine for member in members]
+
+
+@check
+def averages_over_a_group_are_divided_by_its_size() -> None:
+    members, group = odd_group()
+    if rank() not in members:
+        return
+    rows = [torch.arange(10.0).view(2, 5) ** 2 + 3 * member for member in members]
+    expected, mine = (rows[0] + rows[1]) / 2, members.index(rank())
+    own, average = rows[mine], dist.ReduceOp.AVG
+    for in_place in (False, True):
+        tensor = own.clone()
+        dist.all_reduce(tensor, average, group=group)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+        tensor = own.clone()
+        dist.reduce(tensor, op=average, group=group, group_dst=1)
+        torch.testing.assert_close(tensor, expected if mine else own, rtol=0, atol=0)
+        tensor = own.clone()
+        output = tensor[mine] if in_place else torch.zeros(5)
+        dist.reduce_scatter_single(output, tensor.view(-1), average, group=group)
+        torch.testing.assert_close(output, expected[mine], rtol=0, atol=0)
+        tensor = own.clone()
+        output = tensor[mine] if in_place else torch.zeros(5)
+        dist.reduce_scatter(output, list(tensor), average, group=group)
+        torch.testing.assert_close(output, expected[mine], rtol=0, atol=0)
+
+
+@check
+def the_monitored_barrier_that_torch_keeps_for_another_backend_says_so() -> None:
+    if dist.get_backend() != "gloo":
+        assert "only implemented for GLOO" in refusal(lambda: dist.monitored_barrier(wait_all_ranks=True))
+    dist.group.WORLD.monitored_barrier(wait_all_ranks=True)
+
+
 # --- Running them -----------------------------------------------------------------------------------------------------
 
 

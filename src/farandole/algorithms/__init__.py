@@ -24,7 +24,7 @@ from farandole.algorithms.composition import IDENTITIES, compose
 from farandole.errors import MalformedScheduleError
 from farandole.schedule import Schedule
 
-__all__ = ["ALGORITHMS", "IDENTITIES", "ROOTED", "build", "closed_form", "compose", "names"]
+__all__ = ["ALGORITHMS", "IDENTITIES", "ROOTED", "ROUND_ONCE", "build", "closed_form", "compose", "names"]
 
 Builder = Callable[..., Schedule]
 
@@ -83,6 +83,11 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """The collectives whose builders take a root."""
+
+
+ROUND_ONCE = frozenset({"direct", "one_shot"})
+"""The algorithms that fold all contributions to an element at once, whatever the number of ranks: sums of 16-bit floats
+are rounded once, and no partial sum overflows."""
 
 
 def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:

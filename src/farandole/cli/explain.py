@@ -26,6 +26,9 @@ def explain(
         int, typer.Argument(parser=parse_size, metavar="SIZE", help="S, of the whole buffer, e.g. 8, 64K, 1G.")
     ],
     ranks: RanksOption = 2,
+    dtype: Annotated[
+        str, typer.Option(help="Of the elements; 16-bit floats are summed so that they round once.")
+    ] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say which algorithm farandole would choose for a call on this machine, and what each would cost.
@@ -37,8 +40,9 @@ def explain(
 
         farandole explain all_reduce 1M --ranks 4
         farandole explain broadcast 64K -n 16 --json
+        farandole explain reduce 16M -n 4 --dtype bfloat16
     """
-    explanation = explain_choice(collective, ranks, size, load_calibration())
+    explanation = explain_choice(collective, ranks, size, load_calibration(), dtype)
     if as_json:
         print(json.dumps(asdict(explanation), indent=2))
         return

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from farandole.errors import ArgumentError, CommunicationError
 from farandole.torch_backend.works import Handle
 
-__all__ = ["entry"]
+__all__ = ["entry", "observed"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -58,26 +58,45 @@ def entry(call: str, kind: type, num_data: int, *names: str, takes_lists: bool =
 
         @functools.wraps(method)
         def enter(self: Any, *arguments: Any, **named: Any) -> Any:
+            if named or len(arguments) <= num_data or type(arguments[num_data]) is not kind:
+                arguments, named = tuple(settle(arguments, named)), {}
+            return method(self, *arguments)
+
+        return observed(call)(enter)  # type: ignore[return-value]
+
+    return decorate
+
+
+def observed(call: str) -> Callable[[_Method], _Method]:
+    """Tell the other ranks where the method refuses a call, and torch's profiler of each call.
+
+    Args:
+        call: what users call it.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def observe(self: Any, *arguments: Any, **named: Any) -> Any:
             try:
-                if named or len(arguments) <= num_data or type(arguments[num_data]) is not kind:
-                    arguments = tuple(settle(arguments, named))
                 if profiler._is_profiler_enabled:
-                    return _profiled(call, method, self, arguments)
-                return method(self, *arguments)
+                    return _profiled(call, method, self, arguments, named)
+                return method(self, *arguments, **named)
             except Exception as error:
                 if not isinstance(error, CommunicationError):
                     self.communicator.refuse(call, error)
                 raise
 
-        return enter  # type: ignore[return-value]
+        return observe  # type: ignore[return-value]
 
     return decorate
 
 
-def _profiled(call: str, method: Callable[..., Any], group: Any, arguments: tuple[Any, ...]) -> Any:
+def _profiled(
+    call: str, method: Callable[..., Any], group: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
     """Run the call within an event, which ends with the call, also if that goes on in the background."""
     with profiler.record_function(f"{group.name()}:{call}") as event:
-        work = method(group, *arguments)
+        work = method(group, *arguments, **named)
         if isinstance(work, Handle):
             event._call_end_callbacks_on_future(work.get_future())
         return work

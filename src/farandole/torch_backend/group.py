@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -22,16 +22,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from farandole.buffers import require_no_self_overlap
 from farandole.communicator import Communicator
 from farandole.errors import (
     ArgumentError,
     CommunicationError,
 )
+from farandole.launch.environment import secret_from
 from farandole.membership import join_alone
 from farandole.rendezvous import join_at
 from farandole.runner import tell_at_exit
-from farandole.torch_backend.entry import entry
-from farandole.torch_backend.meeting import StoreMeetingPlace, monitored_barrier
+from farandole.torch_backend.entry import entry, observed
+from farandole.torch_backend.monitored_barrier import monitored_barrier
 from farandole.torch_backend.reductions import Reducing, name_of_op, wide
 from farandole.torch_backend.tensors import (
     OWN_DTYPES,
@@ -48,15 +50,13 @@ from farandole.torch_backend.tensors import (
     require_equal_dtypes,
 )
 from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
+from farandole.torch_store import StoreMeetingPlace, meeting_name
 from farandole.work import Work
 
 __all__ = ["ProcessGroup", "create"]
 
 Tensor: TypeAlias = torch.Tensor
 Tensors: TypeAlias = Sequence[Tensor]
-
-Call = Callable[..., Any]
-"""A method of the communicator with all arguments but timeout and async_op."""
 
 
 def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
@@ -71,24 +71,16 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     """
     size = options.group_size
     timeout_s = seconds_of(options.timeout) or dist.default_pg_timeout.total_seconds()
-    secret = os.environ.get("FARANDOLE_SECRET", "").encode()
+    secret = secret_from(os.environ)
     if secret:  # of this group, so that nothing that is set for another passes for its own
         secret = hmac.new(secret, options.group_id.encode(), hashlib.sha256).digest()
-    place = StoreMeetingPlace(options.store, _meeting_name(options), secret)
+    name = meeting_name(options.store, options.global_ranks_in_group, options.group_rank)
+    place = StoreMeetingPlace(options.store, name, secret)
     if size == 1:
         membership = join_alone()
     else:
         membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
-
-
-def _meeting_name(options: Any) -> str:
-    """What tells this meeting from all before it: torch's store may outlive the groups, and under torchrun the
-    processes, and its names for groups come again. Members make a group equally often at one store."""
-    who = hashlib.sha256(repr(list(options.global_ranks_in_group)).encode()).hexdigest()[:16]
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    number = options.store.add(f"made/{restart}/{who}/{options.group_rank}", 1)
-    return f"meeting/{restart}/{who}/{number}"
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -230,6 +222,9 @@ class ProcessGroup(dist.ProcessGroup):
                 if part.deliver is not None:
                     part.deliver()
             return self._done
+        if self.communicator.poisons:
+            for part in parts:
+                part.poison()
         works: list[Work] = [part.call(timeout=timeout_s, async_op=True) for part in parts]
         deliveries = [part.deliver for part in parts if part.deliver is not None]
         tensors = [tensor for part in parts for tensor in part.tensors]
@@ -262,6 +257,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allreduce(self, tensor: Tensor, opts: Any) -> _Part:
         reducing = Reducing(tensor, opts.reduceOp)
+        require_no_self_overlap(tuple(tensor.shape), tensor.stride())
         call = partial(self.communicator.all_reduce, reducing.operand, reducing.op)
         return _Part(call, [tensor], reducing.deliver_to(tensor))
 
@@ -273,10 +269,12 @@ class ProcessGroup(dist.ProcessGroup):
         if reducing.op not in ("sum", "avg"):
             raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
         indices = own.indices().t().contiguous()
-        counts = communicator.all_gather(torch.tensor([len(indices)]), timeout=timeout_s).tolist()
+        counts = communicator.all_gather(torch.tensor([len(indices)], device="cpu"), timeout=timeout_s).tolist()
         all_indices = communicator.all_gather(indices, counts=counts, timeout=timeout_s)
         all_values = communicator.all_gather(reducing.operand.contiguous(), counts=counts, timeout=timeout_s)
-        total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            all_indices.t(), all_values, own.shape, device=own.device, check_invariants=False
+        ).coalesce()
         if reducing.op == "avg":
             total = total / communicator.world_size
         with torch.no_grad():
@@ -338,8 +336,9 @@ class ProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Every rank ends with what the root has."""
         tensor = only(tensors, "the tensors to broadcast")
-        out, deliver = movable_output(tensor)
-        return self._run(opts, _Part(partial(self.communicator.broadcast, out, opts.rootRank), [tensor], deliver))
+        root = opts.rootRank
+        out, deliver = (movable_input(tensor), None) if self.rank() == root else movable_output(tensor)
+        return self._run(opts, _Part(partial(self.communicator.broadcast, out, root), [tensor], deliver))
 
     @entry("all_gather", c10d.AllgatherOptions, 2, "timeout", takes_lists=True)
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -488,7 +487,7 @@ class ProcessGroup(dist.ProcessGroup):
     @entry("barrier", c10d.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any) -> dist.Work:
         """Every rank goes on once all have come."""
-        return self._run(opts, _Part(self.communicator.barrier, [], None))
+        return self._run(opts, _Part(partial(self.communicator.barrier), [], None))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier at torch's store: where ranks do not come, the error names them, and the group can go on.
@@ -504,28 +503,31 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
+    @observed("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send to one rank."""
         tensor = only(tensors, "the tensors to send")
-        return self._message(self.communicator.send, movable_input(tensor), dst, tag, [tensor], None)
+        return self._message(_Part(partial(self.communicator.send, movable_input(tensor), dst), [tensor], None), tag)
 
+    @observed("recv")
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
         """Receive from one rank; from whichever sends if it is None."""
         tensor = only(tensors, "the tensors to receive")
         out, deliver = movable_output(tensor)
-        return self._message(self.communicator.recv, out, src, tag, [tensor], deliver)
+        part = _Part(partial(self.communicator.recv, out, src), [tensor], deliver)
+        if self.communicator.poisons:
+            part.poison()
+        return self._message(part, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive from whichever rank sends; the handle's `source_rank` tells which."""
         return self.recv(tensors, None, tag)
 
-    def _message(
-        self, call: Call, row: Tensor, peer: int | None, tag: int, tensors: Tensors, deliver: Delivery
-    ) -> dist.Work:
-        work: Work = call(row, peer, tag=tag, async_op=True)
+    def _message(self, part: _Part, tag: int) -> dist.Work:
+        work: Work = part.call(tag=tag, async_op=True)
         # Messages end in any order, so each has a completer of its own.
-        deliveries = [] if deliver is None else [deliver]
-        return self._handles.keep(Handle([work], deliveries, tensors, Completer(idle_s=0.0)))
+        deliveries = [] if part.deliver is None else [part.deliver]
+        return self._handles.keep(Handle([work], deliveries, part.tensors, Completer(idle_s=0.0)))
 
     # -- the names of before 2.13 --------------------------------------------------------------------------------
 
@@ -539,9 +541,21 @@ class ProcessGroup(dist.ProcessGroup):
 class _Part(NamedTuple):
     """A call of a communicator, the tensors of the user that it is for, and what is left to do when it is done."""
 
-    call: Call
+    call: partial[Any]
     tensors: Tensors
     deliver: Delivery
+
+    def poison(self) -> None:
+        """Spoil tensors that are delivered to when the call is done, so that nobody reads them before, unless the call
+        reads them. (Those that it writes itself, the communicator spoils.)"""
+        if self.deliver is None:
+            return
+        read = {row.untyped_storage().data_ptr() for row in self.call.args if torch.is_tensor(row)}
+        for tensor in self.tensors:
+            if tensor.untyped_storage().data_ptr() not in read:
+                byte = 1 if tensor.dtype == torch.bool else 0xFF
+                spoiled = torch.full((tensor.nbytes,), byte, dtype=torch.uint8, device="cpu")
+                tensor.detach().copy_(spoiled.view(tensor.dtype).view(tensor.shape))
 
 
 def _unless_equal(counts: Sequence[int]) -> Sequence[int] | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole.dtypes import dtype_named, require_reducible
 from farandole.errors import ArgumentError, UnsupportedReductionError
 from farandole.torch_backend.tensors import OWN_DTYPES, Delivery
 
@@ -39,6 +40,7 @@ class Reducing:
 
     Raises:
         ArgumentError: farandole has no such reduction.
+        UnsupportedReductionError: it has no meaning for the tensor's dtype.
     """
 
     def __init__(self, tensor: torch.Tensor, reduce_op: Any) -> None:
@@ -49,13 +51,14 @@ class Reducing:
             dtype = wide(tensor.dtype)
             self.operand = (self.operand.to(dtype) * factor).to(dtype)
             kind = dist.ReduceOp.RedOpType.SUM
+        if kind not in _OPS:
+            raise ArgumentError(f"op is {kind}; the backend has {', '.join(op.name for op in _OPS)}, PREMUL_SUM")
+        self.op = _OPS[kind]
         if tensor.dtype not in OWN_DTYPES:
             raise UnsupportedReductionError(
-                f"{tensor.dtype} can be moved but not reduced, with {reduce_op} as little as any other op; convert it"
+                f"{self.op} has no meaning for {tensor.dtype}, which can be moved but not reduced; convert it first"
             )
-        if kind not in _OPS:
-            raise ArgumentError(f"op is {reduce_op}; the backend has {', '.join(op.name for op in _OPS)}, PREMUL_SUM")
-        self.op = _OPS[kind]
+        require_reducible(dtype_named(str(tensor.dtype).removeprefix("torch.")), self.op)
 
     def deliver_to(self, tensor: torch.Tensor) -> Delivery:
         """How the result gets into ``tensor``, if it is not there."""

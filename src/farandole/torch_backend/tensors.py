@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from farandole.buffers import require_no_self_overlap
 from farandole.dtypes import DTYPES
 from farandole.errors import ArgumentError
 
@@ -52,6 +53,7 @@ def plain_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1), None
+    require_no_self_overlap(tuple(tensor.shape), tensor.stride())
     row = tensor.reshape(-1)
 
     def deliver() -> None:
@@ -87,6 +89,8 @@ def joined_output(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[i
     if _lie_in_a_row(tensors):
         return _in_units(_row_of(tensors)), counts, None
     targets = [tensor.detach() for tensor in tensors]
+    for target in targets:
+        require_no_self_overlap(tuple(target.shape), target.stride())
     lengths = [target.numel() for target in targets]
     row = targets[0].new_empty(sum(lengths))
 
