@@ -34,7 +34,8 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "pymp-"))}
+    others = ("sem.", "pymp-", "sm_segment.", "mpich_shm_")  # multiprocessing's, and what MPIs leave if ranks fail
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
 
 
 def _in_use(names: set[str]) -> set[str]:

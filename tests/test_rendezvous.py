@@ -27,7 +27,7 @@ from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, PeerLostError, RendezvousError
 from farandole.launch import processes, run_processes
 from farandole.membership import Membership
-from farandole.rendezvous import Identity, _meet, _Meeting, identity_from, join, tell_of_end
+from farandole.rendezvous import Identity, _meet, _Meeting, join, tell_of_end
 from farandole.store import StoreClient, StoreServer
 
 WAIT_S = 60  # for what happens at once; only a failure takes so long
@@ -613,17 +613,6 @@ def test_ranks_may_meet_again_while_rank_0_still_serves_the_meeting_before():
 def test_a_rank_may_wait_for_ever(tmp_path):
     done = run_ranks(tmp_path, 2, "import farandole\nfarandole.init(timeout_s=float('inf')).close()\n")
     assert done.returncode == 0, done.stderr
-
-
-def test_torchrun_is_refused_by_name():
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    assert identity_from(environment) is not None
-    with pytest.raises(RendezvousError, match=r"started by torchrun.*use 'farandole run -n N' in place of 'torchrun"):
-        identity_from({**environment, "TORCHELASTIC_RUN_ID": "none"})
-    launched = {**environment, "TORCHELASTIC_RUN_ID": "none", "FARANDOLE_RENDEZVOUS": "127.0.0.1:5"}
-    assert identity_from(launched).store == ("127.0.0.1", 5)
-    with pytest.raises(RendezvousError, match=r"MASTER_ADDR is not; start with 'farandole run' \(in place of torchrun"):
-        identity_from({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------
