@@ -108,6 +108,16 @@ struct MessageRecord {
   std::atomic<std::uint64_t> arrived_bytes{0};
 };
 
+// What a rank tells the others as they go on without those that are lost; see
+// farandole/shrinking.py, which gives the words their meaning. Each is written by its rank alone,
+// once. Release, and loaded with acquire, in their order: a word that is set vouches for those
+// behind it.
+struct Board {
+  static constexpr std::size_t kWords = 11;
+
+  std::array<std::atomic<std::uint64_t>, kWords> words{};
+};
+
 // How other ranks open a rank's registered memory (heap.hpp). Written once, by the rank; `bytes`
 // last, release, and 0 until then.
 struct HeapCard {
@@ -140,6 +150,7 @@ struct alignas(kCacheLine) RankState {
   alignas(kCacheLine) CallRecord call;
   alignas(kCacheLine) MessageRecord message;
   alignas(kCacheLine) RefusalRecord refusal;
+  alignas(kCacheLine) Board board;
 };
 
 struct alignas(kCacheLine) ArenaHeader {
@@ -149,6 +160,9 @@ struct alignas(kCacheLine) ArenaHeader {
   // decides which rank's finding counts; acq_rel, so that who sees it also sees the finder's
   // CallRecord.
   alignas(kCacheLine) std::atomic<std::uint64_t> abort{0};
+  // The rank that decides who goes on without the lost ones, plus 1; another takes over only if
+  // that one is gone, too. (acq_rel)
+  std::atomic<std::uint64_t> leader{0};
 };
 
 struct alignas(kCacheLine) Counter {

@@ -168,6 +168,11 @@ double seconds_of(const std::atomic<std::int64_t>& timeout_ns) {
   return nanoseconds > 0 ? static_cast<double>(nanoseconds) * 1e-9 : HUGE_VAL;
 }
 
+std::uint32_t checked_rank(const Engine& engine, std::uint32_t rank) {
+  if (rank >= engine.arena().geometry().world_size) throw nb::index_error("no such rank");
+  return rank;
+}
+
 // What the rank of `engine` has refused, for others; longer texts are cut.
 void refuse(const Engine& engine, std::string_view text) {
   const RankState& state = engine.arena().rank(engine.rank());
@@ -194,6 +199,28 @@ nb::bytes refusal_of(const RankState& state) {
     std::memcpy(bytes.data() + i * sizeof(word), &word, sizeof(word));
   }
   return nb::bytes(bytes.data(), strnlen(bytes.data(), bytes.size()));
+}
+
+std::vector<std::uint64_t> board_of(const Engine& engine, std::uint32_t rank) {
+  const Board& board = engine.arena().rank(checked_rank(engine, rank)).board;
+  std::vector<std::uint64_t> words;
+  for (const auto& word : board.words) words.push_back(word.load(std::memory_order_acquire));
+  return words;
+}
+
+void write_board(const Engine& engine, std::size_t word, std::uint64_t value) {
+  Board& board = engine.arena().rank(engine.rank()).board;
+  if (word >= board.words.size()) throw nb::index_error("no such word");
+  board.words[word].store(value, std::memory_order_release);
+}
+
+// Makes the rank of `engine` the leader in place of `lost`, if that still is. Returns who is, then.
+std::uint64_t claim_lead(const Engine& engine, std::uint64_t lost) {
+  std::uint64_t leader = lost;
+  const std::uint64_t own = std::uint64_t{engine.rank()} + 1;
+  const bool won = engine.arena().header().leader.compare_exchange_strong(
+      leader, own, std::memory_order_acq_rel, std::memory_order_acquire);
+  return won ? own : leader;
 }
 
 using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double,
@@ -332,6 +359,19 @@ NB_MODULE(_native, module) {
            })
       .def("allocate", &allocate, "num_bytes"_a)
       .def("refuse", &refuse, "text"_a)
+      .def("board", &board_of, "rank"_a)
+      .def("write_board", &write_board, "word"_a, "value"_a)
+      .def("leader",
+           [](const Engine& engine) {
+             return engine.arena().header().leader.load(std::memory_order_acquire);
+           })
+      .def("claim_lead", &claim_lead, "lost"_a)
+      .def(
+          "is_gone",
+          [](const Engine& engine, std::uint32_t rank) {
+            return engine.is_gone(checked_rank(engine, rank));
+          },
+          "rank"_a)
       .def("calls", &calls_of)
       .def("messages", &messages_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());

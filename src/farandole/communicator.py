@@ -589,6 +589,28 @@ class Communicator:
             return None
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
 
+    def shrink(self, *, timeout: float | None = None) -> Communicator:
+        """After a failure, the communicator of the ranks that are left. Each of them calls it; this one is then closed.
+
+        Ranks whose process has ended, or that have closed this communicator, are left behind at once; those that do not
+        come within the timeout, then. Ranks keep their order. If another rank is lost while they agree, they go on
+        without it, or it is lost in the new communicator.
+
+        Args:
+            timeout: seconds; None takes the communicator's.
+
+        Returns:
+            The new communicator, with the same timeout.
+
+        Raises:
+            ArgumentError: nothing has failed.
+            CommunicatorClosedError: the others have gone on without this rank, as it came too late.
+            CollectiveTimeoutError: the rank that decides does not.
+            RendezvousError: a rank could not join; on all.
+        """
+        timeout_s = self.timeout_s if timeout is None else timeout
+        return Communicator(self._runner.shrink(self._membership, timeout_s), timeout_s=self.timeout_s)
+
     def _exchange(self, caller: str, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's whole numbers, equally many, within the method that is named ``caller``."""
         width = len(numbers)

@@ -139,9 +139,9 @@ def _connect(identity: Identity, number: int, limit: float, timeout_s: float) ->
         time.sleep(_RETRY_S)
 
 
-def tell_of_end(store: StoreServer, rank: int) -> None:
-    """Let ranks that wait for ``rank``, or will, know that its process has ended with exit code 0."""
-    store.set(_ended_key(rank), "0")
+def tell_of_end(store: StoreServer, rank: int, code: int = 0) -> None:
+    """Let ranks that wait for ``rank``, or will, know that its process has ended with that exit code."""
+    store.set(_ended_key(rank), str(code))
 
 
 def _ended_key(rank: int) -> str:

@@ -25,6 +25,7 @@ from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
 from farandole.membership import Membership
+from farandole.shrinking import shrink
 from farandole.work import Receipt, Work, require_timeout
 
 __all__ = ["Runner", "close_all", "close_at_exit", "tell_at_exit"]
@@ -279,6 +280,23 @@ class Runner:
         """End all calls of all ranks at once."""
         self._require_own_process()
         self._engine.abort(int(Abort.REQUESTED), self._rank)
+
+    def shrink(self, membership: Membership, timeout_s: float) -> Membership:
+        """See `Communicator.shrink`; ``membership`` is of the communicator that has failed."""
+        self._require_own_process()
+        if self.closed:
+            raise CommunicatorClosedError("this communicator was closed on this rank, which takes no part any more")
+        for rank in range(membership.world_size):
+            if rank != self._rank and self._engine.is_gone(rank):
+                self._engine.abort(int(Abort.PEER_LOST), rank)
+        if not self.aborted:
+            raise ArgumentError(
+                "nothing has failed, so there is nobody to leave behind; use split() for a smaller group"
+            )
+        group = shrink(self._engine, membership, require_timeout("timeout", timeout_s))
+        self._tell()
+        self.close()
+        return group
 
     def refuse(self, name: str, error: Exception) -> None:
         """Let the other ranks know that this one refuses a call of that name, and why."""

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from farandole.launch import JobResult, run_processes
+from farandole.launch import JobResult, RankFailure, run_processes
 
 __all__ = ["report_failure", "run"]
 
 
-_OWN_OPTIONS = re.compile(r"-n\d*|-m|--(ranks|prefix|module)(=.*)?")
+_OWN_OPTIONS = re.compile(r"-n\d*|-m|--(ranks|prefix|module|max-lost)(=.*)?")
 
 
 def run(
@@ -28,8 +28,11 @@ def run(
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Put the rank before every line of output, and keep lines whole.")
     ] = False,
+    max_lost: Annotated[
+        int, typer.Option(min=0, help="Let the others go on where up to so many ranks fail; see Communicator.shrink.")
+    ] = 0,
 ) -> None:
-    """Run a program on several ranks of this machine; one that fails ends all.
+    """Run a program on several ranks of this machine; one that fails ends all, unless --max-lost allows it.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK and the job's rendezvous in its environment, and calls
     farandole.init(). Options of farandole run come before the program; all that follows it is the program's own.
@@ -42,11 +45,18 @@ def run(
         farandole run -n 4 train.py --epochs 3
         farandole run -n 2 --prefix -m my_package.train
         farandole run -n 2 -- ./my_program --its-own-option
+        farandole run -n 4 --max-lost 2 examples/survivors.py
     """
     if ranks is None:
         ranks = 2
         _hint_at_misplaced_option(command, ranks)
-    result = run_processes(command, ranks, module=module, on_line=_print_line if prefix else None)
+
+    def say_lost(failure: RankFailure) -> None:
+        print(f"farandole: rank {failure.rank} of {ranks} {failure.reason}; the others go on", file=sys.stderr)
+        print(failure.traceback, file=sys.stderr, end="")
+
+    on_line = _print_line if prefix else None
+    result = run_processes(command, ranks, module=module, on_line=on_line, max_lost=max_lost, on_lost=say_lost)
     report_failure(result, ranks)
     raise typer.Exit(result.exit_code)
 

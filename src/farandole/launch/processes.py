@@ -54,7 +54,7 @@ class JobResult:
     """How a job ended.
 
     Attributes:
-        failure: of the rank that failed first, or None.
+        failure: of the rank that failed, and with that ended the job; None if none did.
         interrupted_by: the number of the signal that ended the job, or None.
     """
 
@@ -87,6 +87,8 @@ def run_processes(
     module: bool = False,
     on_line: Callable[[int, str, bytes], None] | None = None,
     environment: Mapping[str, str] | None = None,
+    max_lost: int = 0,
+    on_lost: Callable[[RankFailure], None] | None = None,
 ) -> JobResult:
     """Run ``command`` as a job of ``world_size`` ranks and wait until all have ended.
 
@@ -102,6 +104,8 @@ def run_processes(
         on_line: called with (rank, "stdout" or "stderr", line) for each line a rank prints; None lets the ranks print
             for themselves.
         environment: of the ranks, to which the job's own variables are added; None takes this process's.
+        max_lost: how many ranks may fail while the others go on; one more ends the job.
+        on_lost: called for each rank that fails while the others go on.
 
     Returns:
         How the job ended. No rank is left, nor anything that a rank started and that stayed in its process group. (Of a
@@ -116,7 +120,9 @@ def run_processes(
     if not command:
         raise ArgumentError("there is nothing to run; name a script, e.g. farandole run -n 2 train.py")
     child = _child_command(command, module)
-    job = _Job(world_size, on_line)
+    if not 0 <= max_lost < world_size:
+        raise ArgumentError(f"max_lost is {max_lost}; of {world_size} ranks 0..{world_size - 1} may be lost")
+    job = _Job(world_size, on_line, max_lost, on_lost)
     with job.signals(), _descriptors_for(world_size, on_line is not None), contextlib.ExitStack() as stack:
         secret = secrets.token_hex(32)
         server = StoreServer(("127.0.0.1", 0), secret.encode())
@@ -178,9 +184,18 @@ def _child_command(command: Sequence[str], module: bool) -> list[str]:
 class _Job:
     """The processes of a job, from the first start to the last end."""
 
-    def __init__(self, world_size: int, on_line: Callable[[int, str, bytes], None] | None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        on_line: Callable[[int, str, bytes], None] | None,
+        max_lost: int,
+        on_lost: Callable[[RankFailure], None] | None,
+    ) -> None:
         self.world_size = world_size
         self.on_line = on_line
+        self.max_lost = max_lost
+        self.on_lost = on_lost
+        self.lost: set[int] = set()
         self.ranks: list[_Rank] = []
         self.selector = selectors.DefaultSelector()
         self.signal: int | None = None
@@ -267,19 +282,32 @@ class _Job:
                 self._forget(key)
                 os.close(key.fd)
                 running.discard(entry.rank)
-                if _exit_code(entry.process):
+                code = _exit_code(entry.process) or 0
+                if code and len(self.lost) == self.max_lost:
                     return JobResult(failure=self._first_failure())
-                tell_of_end(store, entry.rank)
+                tell_of_end(store, entry.rank, code)
+                if code:
+                    self._lose(entry)
         if self.signal is not None:
             return JobResult(interrupted_by=self.signal)
         for entry in self.ranks:
             self._drain(entry)
         return JobResult()
 
+    def _lose(self, entry: _Rank) -> None:
+        """Let the others go on without that rank, which has failed."""
+        self.lost.add(entry.rank)
+        self._drain(entry)
+        if self.on_lost is not None:
+            self.on_lost(_failure_of(entry, _exit_code(entry.process))[1])
+
     def _first_failure(self) -> RankFailure:
-        """Of all ranks that have failed by now, the one that did so first: the others may have failed because of it."""
+        """Of all ranks that have failed by now and were not lost before, the one that did so first: the others may have
+        failed because of it."""
         failures: list[tuple[int, RankFailure]] = []
         for entry in self.ranks:
+            if entry.rank in self.lost:
+                continue
             self._drain(entry)
             code = _exit_code(entry.process)
             if code or (code is None and entry.error_report):  # it has failed, or has said so and is on its way out

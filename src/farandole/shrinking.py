@@ -1,0 +1,182 @@
+"""How the ranks of a communicator that has failed go on without those that are lost.
+
+They agree by the memory that they still share. Every rank that goes on says that it is *present*. When each of the
+others is present or gone, or the time is over, one of the present ranks becomes the *leader*: an atomic exchange
+decides which. The leader decides who the *members* are, all who are present by then, and offers them a new arena.
+Members map it and say so; when all have that are not gone by then, the leader gives the *verdict*, and all members go
+on. Who dies after that is a lost rank of the new group, as of any.
+
+If a leader is gone before its verdict, nobody has gone on, and another present rank takes its place. A rank leads at
+most once, so what a leader says is said once, and all see the same, whenever they look. A rank that comes too late for
+the decision finds that it is no member.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import farandole._native as _native
+from farandole.errors import CollectiveTimeoutError, CommunicatorClosedError, RendezvousError
+from farandole.membership import Membership, create_arena, map_arena
+
+__all__ = ["shrink"]
+
+_VERDICT, _DECIDED, _PRESENT, _MAPPED, _PROCESS, _DESCRIPTOR, _NONCE, _MEMBERS = range(8)
+"""The words of a rank's board, the last four of them for the members' bits."""
+
+_YES, _NO = 1, 2
+_UNABLE = 1 << 32
+_BITS = 64
+_PAUSE_S = 0.001
+_MAPPING_S = 10.0
+"""How long a leader waits for members to map: they are present, so only one that is stopped takes long."""
+
+
+def shrink(engine: _native.Engine, membership: Membership, timeout_s: float) -> Membership:
+    """The new group of the ranks that are left.
+
+    Args:
+        engine: of this rank in the group that has failed.
+        membership: of that group.
+        timeout_s: how long to wait for others that are not gone; then they are left behind.
+
+    Raises:
+        CollectiveTimeoutError: the leader did not come to its verdict.
+        CommunicatorClosedError: the others have gone on without this rank, as it came too late.
+        RendezvousError: a rank could not join; on all.
+    """
+    return _Shrinking(engine, membership, timeout_s).run()
+
+
+class _Shrinking:
+    """One rank's part in it; see above."""
+
+    def __init__(self, engine: _native.Engine, membership: Membership, timeout_s: float) -> None:
+        self._engine = engine
+        self._old = membership
+        self._own = membership.rank
+        self._others = [rank for rank in range(membership.world_size) if rank != membership.rank]
+        self._timeout_s = timeout_s
+        self._limit = time.monotonic() + timeout_s
+        self._mapped: dict[int, Membership] = {}  # per leader, its offer
+
+    def run(self) -> Membership:
+        """Follow or lead until there is a verdict."""
+        self._engine.write_board(_PRESENT, _YES)
+        try:
+            while True:
+                leader = self._engine.leader() - 1
+                if leader == self._own:
+                    return self._lead()
+                if leader < 0:
+                    is_vacant = True
+                else:
+                    is_gone = self._engine.is_gone(leader)
+                    board = self._engine.board(leader)  # after that: who is gone writes no more
+                    if board[_VERDICT]:
+                        return self._follow(leader, board)
+                    is_vacant = is_gone
+                    if board[_DECIDED] and not is_gone:
+                        self._accept(leader, board)
+                if is_vacant and self._is_to_lead():
+                    self._engine.claim_lead(leader + 1)
+                    continue
+                if time.monotonic() > self._limit + 2 * _MAPPING_S:
+                    raise CollectiveTimeoutError(
+                        f"shrink() is not done after {self._timeout_s:g} s: rank {leader} leads, and does not decide"
+                    )
+                time.sleep(_PAUSE_S)
+        finally:
+            for unused in self._mapped.values():
+                unused.leave()
+
+    def _is_to_lead(self) -> bool:
+        """Whether all others are settled, and none below this rank is there to lead; or the time is over."""
+        if time.monotonic() > self._limit:
+            return True
+        left = [rank for rank in self._others if not self._engine.is_gone(rank)]
+        return all(rank > self._own and self._engine.board(rank)[_PRESENT] for rank in left)
+
+    def _lead(self) -> Membership:
+        engine = self._engine
+        try:
+            present = [rank for rank in self._others if engine.board(rank)[_PRESENT] and not engine.is_gone(rank)]
+            members = sorted([self._own, *present])
+            arena, nonce = create_arena(len(members))
+            group = self._group(members, arena)
+            mask = sum(1 << rank for rank in members)
+            parts = [mask >> shift & (1 << _BITS) - 1 for shift in range(0, self._old.world_size, _BITS)]
+            for word, value in enumerate([os.getpid(), arena.descriptor, nonce, *parts], _PROCESS):
+                engine.write_board(word, value)
+            engine.write_board(_DECIDED, _YES)
+            unable = self._wait_for_mappings(present)
+            if unable:
+                group.leave()
+                raise RendezvousError(
+                    f"rank {unable[0]} of the communicator that has failed could not join the new one"
+                )
+        except BaseException:
+            engine.write_board(_VERDICT, _NO)
+            raise
+        engine.write_board(_VERDICT, _YES)
+        arena.close_descriptor()
+        return group
+
+    def _wait_for_mappings(self, members: list[int]) -> list[int]:
+        """Wait until the members have mapped the arena, are gone, or seem to be stopped. Returns those that cannot."""
+        limit = time.monotonic() + _MAPPING_S
+        answers: dict[int, int] = {}
+        while len(answers) < len(members) and time.monotonic() < limit:
+            for rank in members:
+                if self._engine.is_gone(rank):
+                    answers.setdefault(rank, 0)
+                answer = self._engine.board(rank)[_MAPPED]
+                if answer & ~_UNABLE == self._own + 1:
+                    answers[rank] = answer
+            time.sleep(_PAUSE_S)
+        return [rank for rank, answer in answers.items() if answer & _UNABLE]
+
+    def _accept(self, leader: int, board: list[int]) -> None:
+        """Map what the leader offers, and say so, once."""
+        said = self._engine.board(self._own)[_MAPPED] & ~_UNABLE
+        members = self._members(board)
+        if said == leader + 1 or self._own not in members:
+            return
+        try:
+            arena = map_arena(board[_PROCESS], board[_DESCRIPTOR], board[_NONCE])
+            self._mapped[leader] = self._group(members, arena)
+        except RendezvousError:
+            self._engine.write_board(_MAPPED, leader + 1 | _UNABLE)
+            if not self._engine.is_gone(leader):
+                raise
+            return
+        self._engine.write_board(_MAPPED, leader + 1)
+
+    def _follow(self, leader: int, board: list[int]) -> Membership:
+        """The group that the leader's verdict is about."""
+        if board[_VERDICT] == _NO:
+            raise RendezvousError(f"rank {leader} could not make the new communicator, and says why")
+        if leader not in self._mapped:
+            raise CommunicatorClosedError(
+                f"the others have gone on without rank {self._own}, which called shrink() too late; rank {leader} led "
+                f"them"
+            )
+        group = self._mapped.pop(leader)
+        group.arena.close_descriptor()
+        return group
+
+    def _group(self, members: list[int], arena: _native.Arena) -> Membership:
+        old = self._old
+        return Membership(
+            members.index(old.rank),
+            len(members),
+            arena,
+            tuple(old.processes[rank] for rank in members),
+            tuple(old.job_ranks[rank] for rank in members),
+            old.calibration,
+        )
+
+    def _members(self, board: list[int]) -> list[int]:
+        mask = sum(part << _BITS * index for index, part in enumerate(board[_MEMBERS:]))
+        return [rank for rank in range(self._old.world_size) if mask >> rank & 1]
