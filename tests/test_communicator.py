@@ -584,14 +584,72 @@ def test_a_refusal_is_forgotten_with_the_next_call():
     world.close()
 
 
+def test_a_refusal_is_forgotten_with_the_next_message():
+    world = farandole.local(2, timeout_s=20)
+    with pytest.raises(ArgumentError):
+        world[1].recv(np.ones(4), src=7)
+    text = told_by_a_timeout(world)
+    assert "rank 1: no call yet; then it refused recv: src is 7" in text
+    world.close()
+
+    world = farandole.local(2, timeout_s=20)
+    with pytest.raises(ArgumentError):
+        world[1].recv(np.ones(4), src=7)
+    world.run(lambda comm: comm.send(np.ones(1), 1) if comm.rank == 0 else comm.recv(np.ones(1), 0))
+    text = told_by_a_timeout(world)
+    assert "refused" not in text
+    assert "rank 1: recv(1 x float64, src=0)" in text
+    with pytest.raises(farandole.CollectiveTimeoutError):
+        world[1].recv(np.ones(4), src=0)
+    world.close()
+
+
+def test_a_refusal_is_told_where_there_were_only_messages():
+    world = farandole.local(2, timeout_s=20)
+    world.run(lambda comm: comm.send(np.ones(1), 1) if comm.rank == 0 else comm.recv(np.ones(1), 0))
+    with pytest.raises(ArgumentError):
+        world[1].all_gather(np.ones(4), out=np.ones(4))
+    assert "rank 1: recv(1 x float64, src=0); then it refused all_gather: out has 4" in told_by_a_timeout(world)
+    world.close()
+
+
+def test_a_refusal_stands_while_calls_before_it_wait():
+    world = farandole.local(2, timeout_s=20)
+    waiting = [world[1].barrier(async_op=True) for _ in range(3)]
+    with pytest.raises(ArgumentError):
+        world[1].all_gather(np.ones(4), out=np.ones(4))
+    for _ in range(3):
+        world[0].barrier()
+    for work in waiting:
+        work.wait()
+    assert "then it refused all_gather: out has 4" in told_by_a_timeout(world)
+    world.close()
+
+
+def told_by_a_timeout(world) -> str:
+    """What rank 0 says when rank 1 does not come."""
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        world[0].barrier(timeout=0.05)
+    return str(raised.value)
+
+
+def test_after_an_abort_nothing_is_told_any_more():
+    world = farandole.local(2, timeout_s=20)
+    told_by_a_timeout(world)
+    world[1].refuse("all_gather", ValueError("late"))
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        world[1].barrier()
+    assert "late" not in str(raised.value)
+    world.close()
+
+
 def test_a_refusal_of_any_length_and_script_is_told():
     world = farandole.local(2, timeout_s=20)
-    for text in ("é" * 400, "", "one line\nand another"):
+    for text in ("é" * 400, "", "one line\nand another", "half \ud800 a letter"):
         world[1].refuse("all_reduce", ValueError(text))
         told = world[0]._runner._engine.calls()[1][-1].decode(errors="ignore")
-        assert told == f"all_reduce: {text.splitlines()[0] if text else 'ValueError'}".encode()[:503].decode(
-            errors="ignore"
-        )
+        line = text.splitlines()[0] if text else "ValueError"
+        assert told == f"all_reduce: {line}".encode(errors="replace")[:503].decode(errors="ignore")
     world.close()
 
 

@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from conftest import _in_use
 
 from farandole.errors import RendezvousError
 from farandole.launch import environment as environments
@@ -70,6 +71,7 @@ def require_all(done: subprocess.CompletedProcess, n: int) -> None:
 
 SEATS = {
     "nobody": ({}, None),
+    "spaces": ({"RANK": " 1 ", "WORLD_SIZE": "3"}, (1, 3, "plain")),
     "plain": ({"RANK": "1", "WORLD_SIZE": "3"}, (1, 3, "plain")),
     "open mpi": ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4, "mpi")),
     "hydra": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2, "hydra")),
@@ -100,6 +102,8 @@ def test_who_a_process_is(case):
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it must be a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK is 2 and WORLD_SIZE is 2; RANK must be in 0\.\.WORLD_SIZE - 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1"),
+        ({"RANK": "--1", "WORLD_SIZE": "2"}, "RANK is '--1'; it must be a whole number"),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK is '²'; it must be a whole number"),
         ({"PMI_RANK": "7", "PMI_SIZE": "2"}, "PMI_RANK is 7 and PMI_SIZE is 2"),
         ({"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is ''"),
     ],
@@ -115,6 +119,7 @@ def test_a_rank_that_makes_no_sense_is_refused_by_its_name(variables, message):
         ({}, "MASTER_ADDR is not; start with farandole run, torchrun, mpirun or srun"),
         ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is ''; it must give a port"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "²"}, "MASTER_PORT is '²'"),
         ({"FARANDOLE_RENDEZVOUS": "localhost"}, "FARANDOLE_RENDEZVOUS is 'localhost'; it must give a port"),
         (
             {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "5"},
@@ -137,6 +142,7 @@ def test_a_place_that_makes_no_sense_is_refused_by_its_name(variables, message):
         ("node[3,5]", "node3"),
         ("rack[1-2]-ib", "rack1-ib"),
         ("x[007]", "x007"),
+        ("rack[1-2]node[3-4],b", "rack1node3"),
     ],
 )
 def test_the_first_host_of_slurm(hosts, first):
@@ -160,7 +166,8 @@ def test_a_secret_from_a_file(tmp_path):
     variables = {"FARANDOLE_SECRET_FILE": str(path)}
     assert secret_from(variables) == b"long and random"
     assert secret_from({**variables, "FARANDOLE_SECRET": "other"}) == b"other"
-    assert secret_from({}) == b""
+    assert secret_from({**variables, "FARANDOLE_SECRET": ""}) == b"long and random"
+    assert secret_from({}) == secret_from({"FARANDOLE_SECRET": "", "FARANDOLE_SECRET_FILE": ""}) == b""
     path.chmod(0o640)
     with pytest.raises(RendezvousError, match="which others may read; chmod 600"):
         secret_from(variables)
@@ -175,16 +182,21 @@ def test_a_secret_from_a_file(tmp_path):
 # -- for real ----------------------------------------------------------------------------------------------------------
 
 
-def start_plain(path: Path, n: int, port: int, **more) -> list[subprocess.Popen]:
+def start_ranks(path: Path, n: int, srun: bool) -> list[subprocess.Popen]:
+    """By variables, those of srun or the plain ones."""
     clean = {name: value for name, value in os.environ.items() if not MADE.search(name)}
-    place = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if srun:
+        job = {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+        job["SLURM_JOB_ID"] = str(os.getpid())
+    else:
+        job = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(
             [sys.executable, str(path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=clean | place | {"RANK": str(rank)} | more,
+            env=clean | job | {"SLURM_PROCID" if srun else "RANK": str(rank)},
         )
         for rank in range(n)
     ]
@@ -193,28 +205,17 @@ def start_plain(path: Path, n: int, port: int, **more) -> list[subprocess.Popen]
 @pytest.mark.parametrize("srun", [False, True])
 def test_variables_alone(tmp_path, srun):
     """Also those of srun, which is not here."""
-    port = free_port()
-    path = script(tmp_path)
-    ranks = start_plain(path, 3, port) if not srun else start_as_srun(path, 3)
+    ranks = start_ranks(script(tmp_path), 3, srun)
     texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], texts
     assert sorted(text for text, _ in texts) == [f"{rank} of 3\n" for rank in range(3)]
 
 
-def start_as_srun(path: Path, n: int) -> list[subprocess.Popen]:
-    clean = {name: value for name, value in os.environ.items() if not MADE.search(name)}
-    step = {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
-    step["SLURM_JOB_ID"] = str(os.getpid())
-    return [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean | step | {"SLURM_PROCID": str(rank)},
-        )
-        for rank in range(n)
-    ]
+@pytest.mark.parametrize("launcher", ["plain", "slurm", "mpi", "hydra"])
+def test_a_world_of_one_meets_nobody(launcher):
+    """Whatever else of the place to meet is missing."""
+    rank, size = environments._LAUNCHERS[launcher]
+    join_job({rank: "0", size: "1"}, 1).leave()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -263,7 +264,10 @@ def versions() -> dict[str, str]:
 
 
 def left_by_mpi() -> set[Path]:
-    return {path for pattern in ("sm_segment.*", "mpich_shm_*") for path in Path("/dev/shm").glob(pattern)}
+    """Of this user, and mapped by nobody."""
+    found = [path for pattern in ("sm_segment.*", "mpich_shm_*") for path in Path("/dev/shm").glob(pattern)]
+    names = {path.name for path in found if path.stat().st_uid == os.geteuid()}
+    return {Path("/dev/shm") / name for name in names - _in_use(names)}
 
 
 @pytest.fixture(scope="module", params=["openmpi", "mpich"])
@@ -319,6 +323,35 @@ def test_mpirun_of_another_mpi_says_so(mpi, tmp_path):
     variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     done = run(mpi / "python", "-c", "import farandole; farandole.init()", **variables)
     assert "mpirun says that this is rank 1 of 2, and mpi4py that it is rank 0 of 1: it uses another MPI" in done.stderr
+
+
+def test_ranks_that_missed_one_another_under_mpirun_meet_when_both_come_again(mpi, tmp_path):
+    """What was told of meetings that failed is told to nobody."""
+    path = script(
+        tmp_path,
+        """
+        import os, farandole
+        from mpi4py import MPI
+        rank = MPI.COMM_WORLD.rank
+
+        def misses():
+            try:
+                farandole.init(timeout_s=0.2)
+            except farandole.RendezvousError:
+                return
+            raise AssertionError
+
+        for late in (0, 1, 0, 1):
+            if rank != late:
+                misses()
+            MPI.COMM_WORLD.Barrier()
+        with farandole.init(timeout_s=60) as comm:
+            comm.barrier()
+        os.write(1, b"through\\n")
+        """,
+    )
+    done = mpirun(mpi, 2, mpi / "python", path)
+    assert done.stdout.count("through") == 2, done.stderr[-2000:]
 
 
 def test_the_rank_that_does_not_come_is_named_under_mpirun(mpi, tmp_path):

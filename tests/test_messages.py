@@ -63,6 +63,43 @@ def test_what_is_kept_for_later_receives_is_bounded(monkeypatch):
     world.close()
 
 
+def test_messages_without_a_byte_are_bounded_too(monkeypatch):
+    monkeypatch.setattr(farandole.runner, "_memory_bytes", lambda: 1 << 20)
+    world = farandole.local(2, timeout_s=20)
+
+    def body(comm):
+        def send_without_end():
+            while True:
+                comm.send(np.zeros(0), dst=1)
+
+        with pytest.raises(CommunicationError, match="more than it can keep"):
+            send_without_end() if comm.rank == 0 else comm.recv(np.zeros(3), src=0, tag=1)
+
+    world.run(body)
+    world.close()
+
+
+def test_what_is_too_much_to_keep_waits_where_a_receive_may_be_met_by_others(monkeypatch):
+    monkeypatch.setattr(farandole.runner, "_memory_bytes", lambda: 6 << 20)
+    with farandole.local(3, timeout_s=20) as world:
+        large = contents(2, 0, 9, 700_001)
+        began = threading.Event()
+
+        def body(comm):
+            if comm.rank == 2:
+                work = comm.send(large, dst=0, tag=9, async_op=True)
+                began.set()
+                return work.wait()
+            if comm.rank == 1:
+                began.wait()
+                return comm.send(contents(1, 0, 1, 5), dst=0, tag=1)
+            began.wait()
+            assert (comm.recv(np.zeros(5, dtype=np.int32), tag=1) == contents(1, 0, 1, 5)).all()
+            return (comm.recv(np.zeros(700_001, dtype=np.int32), tag=9) == large).all()
+
+        assert world.run(body)[0]
+
+
 def test_what_was_received_counts_no_more_for_what_is_kept(monkeypatch):
     monkeypatch.setattr(farandole.runner, "_memory_bytes", lambda: 4 << 20)
     with farandole.local(2, timeout_s=20) as world:

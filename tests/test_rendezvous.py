@@ -367,7 +367,17 @@ def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
 
 @pytest.mark.parametrize(
     "junk",
-    ["", "x", "[]", "7", "{}", '{"process": "../1", "world_size": 2, "arena": [], "cores": [0], "calibration": null}'],
+    [
+        "",
+        "x",
+        "[]",
+        "[" * 60_000,
+        "7",
+        "{}",
+        '{"process": 0, "world_size": 2, "arena": [], "cores": [0], "calibration": null}',
+        f'{{"process": {2**70}, "world_size": 2, "arena": [], "cores": [0], "calibration": null}}',
+        '{"process": "../1", "world_size": 2, "arena": [], "cores": [0], "calibration": null}',
+    ],
 )
 def test_what_is_no_card_of_a_rank_is_refused(server, junk):
     """Also what would be a path, where a number must be."""

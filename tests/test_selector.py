@@ -118,6 +118,7 @@ def test_a_machine_where_steps_cost_nothing_never_sends_more_than_it_must():
         (("gather", 2, "8"), "must be whole numbers"),
         (("gather", 2, 8.5), "must be whole numbers"),
         (("reduce", 2, 8, SHIPPED, "float8"), "dtype float8 cannot be communicated"),
+        (("broadcast", 2, 8, SHIPPED, "float8"), "dtype float8 cannot be communicated"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(arguments, message):
@@ -162,7 +163,8 @@ def test_16_bit_floats_are_summed_by_what_rounds_once(collective, dtype):
 
 
 def test_what_is_only_moved_is_chosen_whatever_the_dtype():
-    assert explain("broadcast", 8, 1 << 20, SHIPPED, "float16") == explain("broadcast", 8, 1 << 20, SHIPPED)
+    for collective in ("broadcast", "all_gather", "all_to_all", "barrier"):
+        assert explain(collective, 8, 1 << 20, SHIPPED, "float16") == explain(collective, 8, 1 << 20, SHIPPED)
 
 
 def test_a_communicator_explains_what_it_does(monkeypatch):

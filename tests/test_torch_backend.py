@@ -28,6 +28,7 @@ from farandole.errors import (
     RendezvousError,
 )
 from farandole.torch_backend import group as group_module
+from farandole.torch_backend import works
 from farandole.torch_backend.group import ProcessGroup, create
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -521,6 +522,34 @@ def test_sparse_tensors_are_summed(world, op):
     world.run(4, body)
 
 
+def test_sparse_tensors_of_different_shapes_are_refused_on_every_rank(world):
+    """Their indices would lie outside of the sum."""
+
+    def body(group):
+        shape = (4,) if group.rank() == 0 else (10**9,)
+        tensor = torch.sparse_coo_tensor([[shape[0] - 1]], torch.ones(1), shape, check_invariants=True)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0: \(4,\), 1 .*\n.*rank 1: \(1000000000,\), 1 "):
+            group.allreduce([tensor], with_options(c10d.AllreduceOptions, False))
+        group.barrier().wait()
+
+    world.run(3, body)
+
+
+def test_lists_with_conjugated_parts_are_no_row(world):
+    def body(group):
+        whole = torch.tensor([1 + 1j, 2 + 2j])
+        parts = [whole[:1], whole[1:].conj()]
+        output = torch.zeros(1, dtype=whole.dtype)
+        group.scatter([output], [parts] if group.rank() == 0 else [], with_options(c10d.ScatterOptions, False)).wait()
+        same(output, torch.tensor([1 + 1j]) if group.rank() == 0 else torch.tensor([2 - 2j]))
+        real = torch.view_as_complex(torch.ones(2, 2)).conj().imag  # lazily negated
+        assert real.is_neg()
+        group.scatter([output.real], [[real[:1], real[1:]]] if group.rank() == 0 else []).wait()
+        same(output.real, torch.tensor([-1.0]))
+
+    world.run(2, body)
+
+
 # --- In how many ways torch calls a method ----------------------------------------------------------------------------
 
 
@@ -856,6 +885,24 @@ def test_a_wait_with_a_timeout_ends_and_may_be_repeated():
     assert work.wait()
     for group in groups:
         group.shutdown()
+
+
+def test_the_parts_of_a_work_share_its_time(monkeypatch):
+    clock = [100.0]
+    waited = []
+
+    class Slow:
+        def wait(self, timeout_s):
+            waited.append(timeout_s)
+            clock[0] += 0.4
+
+    monkeypatch.setattr(works.time, "monotonic", lambda: clock[0])
+    handle = works.Handle([Slow(), Slow(), Slow(), Slow()], [], [], works.Completer())
+    handle.settle(1.0)
+    assert waited == pytest.approx([1.0, 0.6, 0.2, 0.0], abs=1e-6)
+    assert min(waited) > 0  # as a Work wants it
+    handle.settle()
+    assert waited[4:] == [None] * 4
 
 
 def test_abort_ends_the_calls_of_all_ranks():

@@ -91,15 +91,18 @@ struct CallRecord {
 struct RefusalRecord {
   static constexpr std::size_t kWords = 63;
 
-  std::atomic<std::uint64_t> calls_begun{0};  // by then, plus 1; 0 if it has refused none
+  std::atomic<std::uint64_t> calls{
+      0};  // collectives made by then, plus 1; 0 if it has refused none
+  std::atomic<std::uint64_t> messages{0};                 // MessageRecord::posted by then
   std::array<std::atomic<std::uint64_t>, kWords> text{};  // ends at the first byte that is 0
 };
 
 // The message that a rank began last or, once the communicator was aborted about one, that one. For
 // the errors of other ranks; written by its rank alone, relaxed.
 struct MessageRecord {
-  std::atomic<std::uint64_t> what{0};   // see farandole/call_records.py
-  std::atomic<std::uint64_t> bytes{0};  // of this rank's buffer
+  std::atomic<std::uint64_t> posted{0};  // counted up whenever the rest changes
+  std::atomic<std::uint64_t> what{0};    // see farandole/call_records.py
+  std::atomic<std::uint64_t> bytes{0};   // of this rank's buffer
   std::atomic<std::int64_t> tag{0};
   std::atomic<std::int64_t> timeout_ns{0};  // 0 if it has none
   // What arrived and ended all, if anything, as it did not fit its receive or was too much to keep:

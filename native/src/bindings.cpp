@@ -173,8 +173,9 @@ std::uint32_t checked_rank(const Engine& engine, std::uint32_t rank) {
   return rank;
 }
 
-// What the rank of `engine` has refused, for others; longer texts are cut.
-void refuse(const Engine& engine, std::string_view text) {
+// What the rank of `engine` has refused, for others, while so many of its collectives had not
+// ended; longer texts are cut.
+void refuse(const Engine& engine, std::string_view text, std::uint64_t waiting) {
   const RankState& state = engine.arena().rank(engine.rank());
   RefusalRecord& record = engine.arena().rank(engine.rank()).refusal;
   std::array<char, sizeof(record.text)> bytes{};
@@ -184,15 +185,21 @@ void refuse(const Engine& engine, std::string_view text) {
     std::memcpy(&word, bytes.data() + i * sizeof(word), sizeof(word));
     record.text[i].store(word, std::memory_order_relaxed);
   }
-  record.calls_begun.store(state.call.sequence.load(std::memory_order_relaxed) + 1,
-                           std::memory_order_relaxed);
+  record.messages.store(state.message.posted.load(std::memory_order_relaxed),
+                        std::memory_order_relaxed);
+  record.calls.store(state.call.finished.load(std::memory_order_relaxed) + waiting + 1,
+                     std::memory_order_relaxed);
 }
 
-// What a rank has refused since the call it began last, if anything.
+// What a rank has refused since the call and the message that it began last, if anything.
 nb::bytes refusal_of(const RankState& state) {
   const RefusalRecord& record = state.refusal;
   const std::uint64_t begun = state.call.sequence.load(std::memory_order_relaxed);
-  if (record.calls_begun.load(std::memory_order_relaxed) != begun + 1) return nb::bytes("", 0);
+  const std::uint64_t made = record.calls.load(std::memory_order_relaxed);
+  const std::uint64_t posted = state.message.posted.load(std::memory_order_relaxed);
+  if (made == 0 || begun >= made || posted != record.messages.load(std::memory_order_relaxed)) {
+    return nb::bytes("", 0);
+  }
   std::array<char, sizeof(record.text)> bytes{};
   for (std::size_t i = 0; i < record.text.size(); ++i) {
     const std::uint64_t word = record.text[i].load(std::memory_order_relaxed);
@@ -358,7 +365,7 @@ NB_MODULE(_native, module) {
              return std::pair{static_cast<int>(reason), subject};
            })
       .def("allocate", &allocate, "num_bytes"_a)
-      .def("refuse", &refuse, "text"_a)
+      .def("refuse", &refuse, "text"_a, "waiting"_a)
       .def("board", &board_of, "rank"_a)
       .def("write_board", &write_board, "word"_a, "value"_a)
       .def("leader",

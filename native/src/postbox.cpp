@@ -352,13 +352,16 @@ bool Postbox::accept(std::uint32_t src, const Envelope& envelope) {
     return true;
   }
   if (from.num_receives + num_any_receives_ + num_stuck_sends_ == 0) return false;
-  if (envelope.bytes > engine_->tuning().most_unexpected_bytes - unexpected_bytes_) {
-    record_arrived(src, envelope);
-    fail(Abort::too_many_unexpected, rank_);
+  if (kept_bytes(envelope) > engine_->tuning().most_unexpected_bytes - unexpected_bytes_) {
+    // It waits in the channel; unless a receive from this very rank can only be met behind it.
+    if (from.num_receives != 0) {
+      record_arrived(src, envelope);
+      fail(Abort::too_many_unexpected, rank_);
+    }
     return false;
   }
   auto data = std::make_unique_for_overwrite<std::byte[]>(envelope.bytes);
-  unexpected_bytes_ += envelope.bytes;
+  unexpected_bytes_ += kept_bytes(envelope);
   unexpected_.push_back({src, envelope, std::move(data)});
   from.unexpected = &unexpected_.back();
   return true;
@@ -383,7 +386,7 @@ bool Postbox::take_unexpected(const std::shared_ptr<Message>& message) {
     copy(message->data_, found->data.get(), bytes, bytes);
     finish(*message, {.bytes_received = bytes});
   }
-  unexpected_bytes_ -= bytes;
+  unexpected_bytes_ -= kept_bytes(found->envelope);
   unexpected_.erase(found);
   return true;
 }
@@ -514,10 +517,16 @@ void Postbox::check_peers() noexcept {
   if (!has_source) fail(Abort::peer_lost, lost);
 }
 
+// What it takes to keep a message: its bytes, and what is known of it.
+std::uint64_t Postbox::kept_bytes(const Envelope& envelope) noexcept {
+  return envelope.bytes + sizeof(Unexpected) + 4 * sizeof(void*);
+}
+
 void Postbox::record(const Message& message) noexcept {
   // After an abort the records stay as they are: they tell what each rank was in when it happened.
   if (engine_->aborted().first != Abort::none) return;
   MessageRecord& record = engine_->arena().rank(rank_).message;
+  record.posted.store(record.posted.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   record.what.store(what_of(message.sends_, message.peer_, message.envelope_.dtype),
                     std::memory_order_relaxed);
   record.bytes.store(message.envelope_.bytes, std::memory_order_relaxed);

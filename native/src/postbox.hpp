@@ -164,6 +164,7 @@ class Postbox {
   void stop(const Receipt& verdict) noexcept;
   Clock::time_point check_deadlines(Clock::time_point now) noexcept;
   void check_peers() noexcept;
+  static std::uint64_t kept_bytes(const Envelope& envelope) noexcept;
   void record(const Message& message) noexcept;
   void record_arrived(std::uint32_t src, const Envelope& envelope) noexcept;
 

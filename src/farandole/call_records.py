@@ -63,7 +63,7 @@ class CallRecord:
         if self.what:
             finished = ", which it has finished" if self.finished == self.sequence else ""
             text = f"{self.describe()}, collective number {self.sequence}{finished}"
-        return f"{text}; then it refused {self.refused}" if self.refusal else text
+        return text
 
     @property
     def refused(self) -> str:

@@ -679,6 +679,10 @@ class Communicator:
         """Whether outputs of asynchronous calls are spoiled until they are done: FARANDOLE_POISON."""
         return self._runner.poisons
 
+    def is_in_use(self, address: int, nbytes: int) -> bool:
+        """Whether a call that goes on in the background uses any of so many bytes from ``address`` on."""
+        return self._runner.is_in_use(address, nbytes)
+
     @property
     def aborted(self) -> bool:
         """Whether any rank has stopped the communicator: by `abort`, or by a failure."""

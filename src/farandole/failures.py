@@ -169,8 +169,10 @@ def _message_timeout_text(subject: int, rank: int, message: MessageRecord, where
 def _doing(record: CallRecord, message: MessageRecord) -> str:
     """As in "its last call was ..."."""
     if not message.what:
-        return str(record)
-    return f"{record}; its last message: {message.describe()}" if record.what else message.describe()
+        text = str(record)
+    else:
+        text = f"{record}; its last message: {message.describe()}" if record.what else message.describe()
+    return f"{text}; then it refused {record.refused}" if record.refusal else text
 
 
 def _who_is_where(records: Sequence[CallRecord], messages: Sequence[MessageRecord], job_ranks: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "MeetingPlace",
     "join",
     "join_at",
+    "next_meeting",
     "tell_of_end",
 ]
 
@@ -66,13 +67,21 @@ class Identity:
     secret: bytes
 
 
-def join(identity: Identity, timeout_s: float, server: StoreServer | None = None) -> Membership:
+def next_meeting() -> int:
+    """The number of the meeting that this process comes to next, as it counts them."""
+    return _num_joins
+
+
+def join(
+    identity: Identity, timeout_s: float, *, server: StoreServer | None = None, number: int | None = None
+) -> Membership:
     """Meet the other ranks of the job.
 
     Args:
         identity: who this process is.
         timeout_s: how long to wait for them.
         server: on rank 0, if it serves the store: that, where it is served already; closed when the ranks have met.
+        number: of the meeting, where rank 0 has told it; else all count alike.
 
     Raises:
         RendezvousError: some did not come, two have the same rank, the world sizes differ, or they share no memory;
@@ -81,7 +90,7 @@ def join(identity: Identity, timeout_s: float, server: StoreServer | None = None
     global _num_joins
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     limit = time.monotonic() + timeout_s
-    number = _num_joins
+    number = _num_joins if number is None else number
     with contextlib.ExitStack() as stack:
         store: StoreServer | StoreClient
         if identity.rank_0_serves and identity.rank == 0:
@@ -341,8 +350,10 @@ def _read_card(rank: int, text: str) -> _Card:
     try:
         card = _Card(**json.loads(text))
         numbers = [card.process, card.world_size, *card.arena, *card.cores]
-        is_sound = all(type(number) is int for number in numbers) and len(card.arena) == (0 if rank else 3)
-    except (TypeError, ValueError):
+        is_sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        is_sound &= 0 < card.process < 2**31 and len(card.arena) == (0 if rank else 3)
+        is_sound &= all(number < 2**31 for number in card.arena[:2])
+    except (TypeError, ValueError, RecursionError):
         is_sound = False
     if not is_sound:
         raise RendezvousError(

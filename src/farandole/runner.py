@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import farandole._native as _native
@@ -122,7 +123,7 @@ class Runner:
         self._failure: CommunicationError | None = None
         self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
-        self.poisons = os.environ.get(_POISON, "0") != "0"
+        self.poisons = os.environ.get(_POISON, "") not in ("", "0")
         _open.add(self)
 
     def run(
@@ -185,7 +186,8 @@ class Runner:
             return result
         if self.poisons and target is not None and not self._reads(source, target, signature):
             target.poison()
-        work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell)
+        buffers = tuple(buffer for buffer in (source, target) if buffer is not None)
+        work = Work(finish, f"{signature.collective} on rank {self._rank}", self._tell, buffers)
         try:
             with self._lock:
                 self.in_flight.append(work)
@@ -231,9 +233,9 @@ class Runner:
                 self._rest_if_idle()
             return self._delivered(sends, buffer, *receipt)
 
-        if self.poisons and not sends:
+        if self.poisons and not sends and not self.is_in_use(buffer.address, buffer.nbytes):
             buffer.poison()
-        work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell)
+        work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell, (buffer,))
         try:
             with self._lock:
                 self._messages[work] = None
@@ -259,10 +261,22 @@ class Runner:
         return buffer.user
 
     def _reads(self, source: Buffer | None, target: Buffer, signature: Signature) -> bool:
-        """Whether what ``target`` holds is an input of this rank."""
+        """Whether what ``target`` holds is an input of this rank, or of a call before this one."""
+        if self.is_in_use(target.address, target.nbytes):
+            return True
         if signature.collective == "broadcast":
             return self._rank == signature.root
         return source is not None and source.overlaps(target)
+
+    def is_in_use(self, address: int, nbytes: int) -> bool:
+        """See `Communicator.is_in_use`."""
+        with self._lock:
+            works = [*self.in_flight, *self._messages]
+        return any(
+            buffer.address < address + nbytes and address < buffer.address + buffer.nbytes
+            for work in works
+            for buffer in work.buffers
+        )
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """See `Communicator.empty`."""
@@ -300,9 +314,11 @@ class Runner:
 
     def refuse(self, name: str, error: Exception) -> None:
         """Let the other ranks know that this one refuses a call of that name, and why."""
-        if self._process == os.getpid():
-            lines = str(error).splitlines() or [type(error).__name__]
-            self._engine.refuse(f"{name}: {lines[0]}")
+        if self._process != os.getpid() or self.aborted:
+            return  # after an abort, what ranks say of themselves stays as it is
+        lines = str(error).splitlines() or [type(error).__name__]
+        waiting = sum(not work.has_ended() for work in list(self.in_flight))
+        self._engine.refuse(f"{name}: {lines[0]}".encode(errors="replace").decode(), waiting)
 
     @property
     def aborted(self) -> bool:
@@ -444,8 +460,12 @@ def _copy_of(error: CommunicationError) -> CommunicationError:
 
 
 def _memory_bytes() -> int:
-    """Of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """That this process may use: of the machine or, if that is less, of its control group."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # there is none
+            return min(machine, int(Path(limit).read_text()))
+    return machine
 
 
 def _require_apart_or_in_place(

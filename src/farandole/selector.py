@@ -118,7 +118,7 @@ def explain(
             f"world_size is {world_size} and nbytes is {nbytes!r}; they must be whole numbers >= 1 and >= 0"
         )
     nbytes = int(nbytes)
-    rounds_once = is_reducing(collective) and dtype_named(dtype).name in _ROUNDED
+    rounds_once = dtype_named(dtype).name in _ROUNDED and is_reducing(collective) and collective != "barrier"
     unit = 1 << max(0, nbytes.bit_length() - 3)
     explanation = _explain(collective, world_size, -(-nbytes // unit) * unit, calibration, rounds_once)
     return replace(explanation, nbytes=nbytes)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import farandole._native as _native
+from farandole.buffers import Buffer
 from farandole.errors import ArgumentError, CollectiveTimeoutError, CommunicatorClosedError
 
 __all__ = ["Receipt", "Work", "require_timeout"]
@@ -43,10 +44,17 @@ class Work:
     not be kept; the call goes on, and keeps its buffers, without it.
     """
 
-    def __init__(self, finish: Callable[[Receipt], Any], describe: str, tell: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        finish: Callable[[Receipt], Any],
+        describe: str,
+        tell: Callable[[], None],
+        buffers: tuple[Buffer, ...],
+    ) -> None:
         self._native: _native.Work | _native.Message | None = None
         self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
+        self.buffers = buffers  # that the call uses, until it is settled
         self._tell = tell  # called once the user has been told of an error
         self._result: Any = None
         self._error: BaseException | None = None
@@ -119,6 +127,7 @@ class Work:
                 self._result = self._finish(self._native.receipt())
             except Exception as error:
                 self._error = error
+            self.buffers = ()
             self._finish = None  # not before: an interruption must not lose the result
 
     def __repr__(self) -> str:

@@ -81,7 +81,7 @@ def secret_from(environment: Mapping[str, str]) -> bytes:
     Raises:
         RendezvousError: the file cannot be read, is empty, or others may read it.
     """
-    if "FARANDOLE_SECRET" in environment or "FARANDOLE_SECRET_FILE" not in environment:
+    if environment.get("FARANDOLE_SECRET") or not environment.get("FARANDOLE_SECRET_FILE"):
         return environment.get("FARANDOLE_SECRET", "").encode()
     path = Path(environment["FARANDOLE_SECRET_FILE"])
     try:
@@ -108,7 +108,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
         RendezvousError: see `farandole.rendezvous.join`; or the environment does not say enough.
     """
     seat = seat_from(environment)
-    if seat is None:
+    if seat is None or seat.world_size == 1:
         return join_alone()
     rank, world_size, launcher = seat
     secret = secret_from(environment)
@@ -144,10 +144,10 @@ def _slurm_address(environment: Mapping[str, str]) -> Address:
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1", port
     hosts = environment.get("SLURM_STEP_NODELIST", "")
-    first = re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\])?([^,]*)", hosts)
-    if not first or not hosts:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    if not first:
         raise RendezvousError(f"SLURM_STEP_NODELIST is {hosts!r}; set MASTER_ADDR and MASTER_PORT")
-    return "".join(part or "" for part in first.groups()), port
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group()), port  # of what is in brackets, the first
 
 
 def _guarded(store: Address, secret: bytes) -> Address:
@@ -162,14 +162,15 @@ def _guarded(store: Address, secret: bytes) -> Address:
 
 def _number(environment: Mapping[str, str], name: str, together: str) -> int:
     text = environment.get(name)
-    if text is None or not text.strip().lstrip("-").isdigit():
-        raise RendezvousError(f"{name} is {text!r}; it must be a whole number ({together} are set together)")
-    return int(text)
+    try:
+        return int(text or "")
+    except ValueError:
+        raise RendezvousError(f"{name} is {text!r}; it must be a whole number ({together} are set together)") from None
 
 
 def _address(text: str, name: str) -> Address:
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 < int(port) < 65536:
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise RendezvousError(f"{name} is {port!r}; it must give a port in 1..65535")
     return host.strip("[]"), int(port)
 

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import time
+from typing import Any, NamedTuple
 
 from farandole.errors import RendezvousError
 from farandole.membership import Membership
-from farandole.rendezvous import Identity, join
+from farandole.rendezvous import Identity, join, next_meeting
 from farandole.store import StoreServer
 
 __all__ = ["join_over_mpi"]
 
-_NUM_BYTES = 512
+_TAG = 32_067
+"""Of these messages on MPI's world: below the largest that every MPI has, and of no use to anyone else."""
+
 _PAUSE_S = 0.001
+_CONNECT_S = 10.0
+
+_being_sent: list[tuple[Any, bytes]] = []
+"""Requests of MPI, with the memory that they read."""
 
 
 def join_over_mpi(rank: int, world_size: int, timeout_s: float) -> Membership:
@@ -32,7 +40,7 @@ def join_over_mpi(rank: int, world_size: int, timeout_s: float) -> Membership:
             `farandole.rendezvous.join`.
     """
     try:
-        from mpi4py import MPI
+        MPI = _mpi()
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI
         raise RendezvousError(
             f"mpirun started this process, and mpi4py, over which the ranks would meet, cannot be loaded: {error}; "
@@ -46,18 +54,62 @@ def join_over_mpi(rank: int, world_size: int, timeout_s: float) -> Membership:
             f"mpi4py for that, or set MASTER_ADDR and MASTER_PORT"
         )
     limit = time.monotonic() + timeout_s
-    server = None
-    words = bytearray(_NUM_BYTES)
     if rank == 0:
-        secret = secrets.token_hex(32)
+        number, secret = next_meeting(), secrets.token_hex(32)
         server = StoreServer(("127.0.0.1", 0), secret.encode())
-        text = json.dumps([*server.address, secret]).encode()
-        words[: len(text)] = text
-    told = world.Ibcast(words, root=0)
-    while not told.Test():
-        if time.monotonic() > limit:
-            raise RendezvousError(f"rank {rank} waited {timeout_s:g} s for rank 0 to call farandole.init() as often")
-        time.sleep(_PAUSE_S)
-    host, port, secret = json.loads(words.rstrip(b"\0"))
-    identity = Identity(rank, world_size, (host, port), True, secret.encode())
-    return join(identity, max(_PAUSE_S, limit - time.monotonic()), server)
+        _tell(world, _Place(*server.address, secret, number))
+        return join(Identity(rank, world_size, server.address, True, secret.encode()), timeout_s, server=server)
+    place = _last_told(world, limit)
+    if place is None:
+        raise RendezvousError(f"rank {rank} waited {timeout_s:g} s for rank 0 to call farandole.init()")
+    identity = Identity(rank, world_size, (place.host, place.port), True, place.secret.encode())
+    return join(identity, max(_PAUSE_S, limit - time.monotonic()), number=place.number)
+
+
+class _Place(NamedTuple):
+    """Where rank 0 serves the store of which meeting, and its secret."""
+
+    host: str
+    port: int
+    secret: str
+    number: int
+
+
+def _tell(world: Any, place: _Place) -> None:
+    """Send ``place`` to all other ranks, whenever they come for it."""
+    text = json.dumps(place).encode()
+    _being_sent[:] = [(request, text) for request, text in _being_sent if not request.Test()]
+    _being_sent.extend((world.Isend([text, _mpi().BYTE], other, _TAG), text) for other in range(1, world.size))
+
+
+def _last_told(world: Any, limit: float) -> _Place | None:
+    """What rank 0 has told last, and still serves: this rank may have missed meetings before. None if time is over."""
+    place = None
+    while True:
+        status = _mpi().Status()
+        if world.Iprobe(0, _TAG, status):
+            text = bytearray(status.Get_count(_mpi().BYTE))
+            world.Recv([text, _mpi().BYTE], 0, _TAG)
+            place = _Place(*json.loads(text))
+        elif place is not None and _is_served(place):
+            return place
+        elif time.monotonic() > limit:
+            return None
+        else:
+            place = None
+            time.sleep(_PAUSE_S)
+
+
+def _is_served(place: _Place) -> bool:
+    """Whether anybody listens there. Rank 0 does before it tells, and until that meeting is over."""
+    try:
+        socket.create_connection((place.host, place.port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,14 @@ import torch.distributed.distributed_c10d as c10d
 
 from farandole.buffers import require_no_self_overlap
 from farandole.communicator import Communicator
-from farandole.errors import (
-    ArgumentError,
-    CommunicationError,
-)
+from farandole.errors import ArgumentError, CollectiveMismatchError, CommunicationError
 from farandole.launch.environment import secret_from
 from farandole.membership import join_alone
 from farandole.rendezvous import join_at
 from farandole.runner import tell_at_exit
 from farandole.torch_backend.entry import entry, observed
 from farandole.torch_backend.monitored_barrier import monitored_barrier
+from farandole.torch_backend.parts import Part
 from farandole.torch_backend.reductions import Reducing, name_of_op, wide
 from farandole.torch_backend.tensors import (
     OWN_DTYPES,
@@ -81,6 +79,9 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     else:
         membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
+
+
+_MOST_SPARSE_DIMENSIONS = 32
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -213,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- running calls -------------------------------------------------------------------------------------------
 
-    def _run(self, opts: Any, *parts: _Part) -> dist.Work:
+    def _run(self, opts: Any, *parts: Part) -> dist.Work:
         """Make the calls of all ``parts``, and deliver what comes out of each."""
         timeout_s = seconds_of(opts.timeout)
         if not opts.asyncOp:
@@ -224,7 +225,7 @@ class ProcessGroup(dist.ProcessGroup):
             return self._done
         if self.communicator.poisons:
             for part in parts:
-                part.poison()
+                part.poison(self.communicator.is_in_use)
         works: list[Work] = [part.call(timeout=timeout_s, async_op=True) for part in parts]
         deliveries = [part.deliver for part in parts if part.deliver is not None]
         tensors = [tensor for part in parts for tensor in part.tensors]
@@ -255,11 +256,11 @@ class ProcessGroup(dist.ProcessGroup):
         """`allreduce` of several tensors."""
         return self._run(opts, *[self._allreduce(tensor, opts) for tensor in tensors])
 
-    def _allreduce(self, tensor: Tensor, opts: Any) -> _Part:
+    def _allreduce(self, tensor: Tensor, opts: Any) -> Part:
         reducing = Reducing(tensor, opts.reduceOp)
         require_no_self_overlap(tuple(tensor.shape), tensor.stride())
         call = partial(self.communicator.all_reduce, reducing.operand, reducing.op)
-        return _Part(call, [tensor], reducing.deliver_to(tensor))
+        return Part(call, [tensor], reducing.deliver_to(tensor))
 
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> dist.Work:
         """Everybody gets all indices and values, as the sum is sparse, too. Waits for the others."""
@@ -269,7 +270,7 @@ class ProcessGroup(dist.ProcessGroup):
         if reducing.op not in ("sum", "avg"):
             raise ArgumentError(f"op is {reducing.op}; of sparse tensors there are the sum and the average alone")
         indices = own.indices().t().contiguous()
-        counts = communicator.all_gather(torch.tensor([len(indices)], device="cpu"), timeout=timeout_s).tolist()
+        counts = self._sparse_counts(own, timeout_s)
         all_indices = communicator.all_gather(indices, counts=counts, timeout=timeout_s)
         all_values = communicator.all_gather(reducing.operand.contiguous(), counts=counts, timeout=timeout_s)
         total = torch.sparse_coo_tensor(
@@ -281,13 +282,29 @@ class ProcessGroup(dist.ProcessGroup):
             tensor.copy_(total)
         return FinishedHandle([tensor])
 
+    def _sparse_counts(self, own: Tensor, timeout_s: float | None) -> list[int]:
+        """How many entries each rank's tensor has, once it is certain that all are of one shape."""
+        if own.dim() > _MOST_SPARSE_DIMENSIONS:
+            raise ArgumentError(f"the sparse tensor has {own.dim()} dimensions; {_MOST_SPARSE_DIMENSIONS} at most")
+        shape = [*own.shape, *[-1] * (_MOST_SPARSE_DIMENSIONS - own.dim())]
+        mine = torch.tensor([own._nnz(), own.sparse_dim(), *shape], device="cpu")
+        everyones = self.communicator.all_gather(mine, timeout=timeout_s).view(self.size(), -1).tolist()
+        if len({tuple(layout) for _, *layout in everyones}) > 1:
+            lines = [
+                f"    rank {rank}: {tuple(length for length in lengths if length >= 0)}, {sparse_dim} of them sparse"
+                for rank, (_, sparse_dim, *lengths) in enumerate(everyones)
+            ]
+            problem = "the ranks all_reduce sparse tensors of different shapes:"
+            raise CollectiveMismatchError("\n".join([problem, *lines]))
+        return [count for count, *_ in everyones]
+
     @entry("reduce", c10d.ReduceOptions, 1, "root", "op", "timeout", takes_lists=True)
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """The root ends with the reduction; the others keep what they have."""
         tensor, root = only(tensors, "the tensors to reduce"), opts.rootRank
         reducing = Reducing(tensor, opts.reduceOp)
         call = partial(self.communicator.reduce, reducing.operand, root, reducing.op)
-        return self._run(opts, _Part(call, [tensor], reducing.deliver_to(tensor) if self.rank() == root else None))
+        return self._run(opts, Part(call, [tensor], reducing.deliver_to(tensor) if self.rank() == root else None))
 
     @entry("reduce_scatter", c10d.ReduceScatterOptions, 2, "op", "timeout", takes_lists=True)
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
@@ -312,12 +329,12 @@ class ProcessGroup(dist.ProcessGroup):
         pairs = zip(outputs, inputs, strict=True)
         return self._run(opts, *[self._reduce_scatter_into(output, source, opts) for output, source in pairs])
 
-    def _reduce_scatter_into(self, output: Tensor, source: Tensor, opts: Any) -> _Part:
+    def _reduce_scatter_into(self, output: Tensor, source: Tensor, opts: Any) -> Part:
         count = output.numel()
         require_elements("the input", source, count * self.size(), f"the output's {count} for each rank")
         return self._reduce_scatter(output, plain_input(source), [count] * self.size(), opts)
 
-    def _reduce_scatter(self, output: Tensor, row: Tensor, counts: Sequence[int], opts: Any) -> _Part:
+    def _reduce_scatter(self, output: Tensor, row: Tensor, counts: Sequence[int], opts: Any) -> Part:
         require_equal_dtypes(output, row)
         reducing = Reducing(row, opts.reduceOp)
         if reducing.is_scaled:
@@ -328,7 +345,7 @@ class ProcessGroup(dist.ProcessGroup):
         call = partial(
             self.communicator.reduce_scatter, reducing.operand, reducing.op, out=out, counts=_unless_equal(counts)
         )
-        return _Part(call, [output], deliver)
+        return Part(call, [output], deliver)
 
     # -- moving data ---------------------------------------------------------------------------------------------
 
@@ -338,7 +355,7 @@ class ProcessGroup(dist.ProcessGroup):
         tensor = only(tensors, "the tensors to broadcast")
         root = opts.rootRank
         out, deliver = (movable_input(tensor), None) if self.rank() == root else movable_output(tensor)
-        return self._run(opts, _Part(partial(self.communicator.broadcast, out, root), [tensor], deliver))
+        return self._run(opts, Part(partial(self.communicator.broadcast, out, root), [tensor], deliver))
 
     @entry("all_gather", c10d.AllgatherOptions, 2, "timeout", takes_lists=True)
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -362,20 +379,20 @@ class ProcessGroup(dist.ProcessGroup):
         """`all_gather_single` of several pairs."""
         return self._run(opts, *[self._all_gather_into(*pair) for pair in zip(outputs, inputs, strict=True)])
 
-    def _all_gather_into(self, output: Tensor, own: Tensor) -> _Part:
+    def _all_gather_into(self, output: Tensor, own: Tensor) -> Part:
         require_equal_dtypes(output, own)
         require_elements("the output", output, own.numel() * self.size(), f"the input's {own.numel()} of each rank")
         out, deliver = movable_output(output)
-        return _Part(partial(self.communicator.all_gather, movable_input(own), out=out), [output], deliver)
+        return Part(partial(self.communicator.all_gather, movable_input(own), out=out), [output], deliver)
 
-    def _all_gather(self, outputs: Tensors, own: Tensor) -> _Part:
+    def _all_gather(self, outputs: Tensors, own: Tensor) -> Part:
         self._require_one_per_rank(outputs, "tensor_list")
         require_equal_dtypes(own, *outputs)
         rank = self.rank()
         require_elements("the input", own, outputs[rank].numel(), f"as tensor_list[{rank}], which it goes to")
         out, counts, deliver = joined_output(outputs)
         call = partial(self.communicator.all_gather, movable_input(own), out=out, counts=_unless_equal(counts))
-        return _Part(call, outputs, deliver)
+        return Part(call, outputs, deliver)
 
     @entry("gather", c10d.GatherOptions, 2, "root", "timeout", takes_lists=True)
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -383,14 +400,14 @@ class ProcessGroup(dist.ProcessGroup):
         own, root = only(inputs, "the tensors to gather"), opts.rootRank
         call = partial(self.communicator.gather, movable_input(own), root)
         if self.rank() != root:
-            return self._run(opts, _Part(call, [own], None))
+            return self._run(opts, Part(call, [own], None))
         targets = only(outputs, "the outputs of gather")
         self._require_one_per_rank(targets, "gather_list")
         require_equal_dtypes(own, *targets)
         for rank, target in enumerate(targets):
             require_elements(f"gather_list[{rank}]", target, own.numel(), "as the input; gather knows no other sizes")
         out, _, deliver = joined_output(targets)
-        return self._run(opts, _Part(partial(call, out=out), targets, deliver))
+        return self._run(opts, Part(partial(call, out=out), targets, deliver))
 
     @entry("scatter", c10d.ScatterOptions, 2, "root", "timeout", takes_lists=True)
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
@@ -407,7 +424,7 @@ class ProcessGroup(dist.ProcessGroup):
                 require_elements(name, source, output.numel(), "as the output; scatter knows no other sizes")
             row = movable_input(joined_input(sources))
         call = partial(self.communicator.scatter, row, root, out=out)
-        return self._run(opts, _Part(call, [output], deliver))
+        return self._run(opts, Part(call, [output], deliver))
 
     @entry("all_to_all", c10d.AllToAllOptions, 2)
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
@@ -452,7 +469,7 @@ class ProcessGroup(dist.ProcessGroup):
         arriving: Sequence[int],
         outputs: Tensors,
         deliver: Delivery,
-    ) -> _Part:
+    ) -> Part:
         are_equal = len({*leaving, *arriving}) == 1  # the fast way
         call = partial(
             self.communicator.all_to_all,
@@ -461,7 +478,7 @@ class ProcessGroup(dist.ProcessGroup):
             counts=None if are_equal else leaving,
             output_counts=None if are_equal else arriving,
         )
-        return _Part(call, outputs, deliver)
+        return Part(call, outputs, deliver)
 
     def _split_counts(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         """Elements per rank, of a tensor that is split along its first dimension."""
@@ -487,7 +504,7 @@ class ProcessGroup(dist.ProcessGroup):
     @entry("barrier", c10d.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any) -> dist.Work:
         """Every rank goes on once all have come."""
-        return self._run(opts, _Part(partial(self.communicator.barrier), [], None))
+        return self._run(opts, Part(partial(self.communicator.barrier), [], None))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier at torch's store: where ranks do not come, the error names them, and the group can go on.
@@ -507,23 +524,23 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send to one rank."""
         tensor = only(tensors, "the tensors to send")
-        return self._message(_Part(partial(self.communicator.send, movable_input(tensor), dst), [tensor], None), tag)
+        return self._message(Part(partial(self.communicator.send, movable_input(tensor), dst), [tensor], None), tag)
 
     @observed("recv")
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
         """Receive from one rank; from whichever sends if it is None."""
         tensor = only(tensors, "the tensors to receive")
         out, deliver = movable_output(tensor)
-        part = _Part(partial(self.communicator.recv, out, src), [tensor], deliver)
+        part = Part(partial(self.communicator.recv, out, src), [tensor], deliver)
         if self.communicator.poisons:
-            part.poison()
+            part.poison(self.communicator.is_in_use)
         return self._message(part, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """Receive from whichever rank sends; the handle's `source_rank` tells which."""
         return self.recv(tensors, None, tag)
 
-    def _message(self, part: _Part, tag: int) -> dist.Work:
+    def _message(self, part: Part, tag: int) -> dist.Work:
         work: Work = part.call(tag=tag, async_op=True)
         # Messages end in any order, so each has a completer of its own.
         deliveries = [] if part.deliver is None else [part.deliver]
@@ -536,26 +553,6 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-class _Part(NamedTuple):
-    """A call of a communicator, the tensors of the user that it is for, and what is left to do when it is done."""
-
-    call: partial[Any]
-    tensors: Tensors
-    deliver: Delivery
-
-    def poison(self) -> None:
-        """Spoil tensors that are delivered to when the call is done, so that nobody reads them before, unless the call
-        reads them. (Those that it writes itself, the communicator spoils.)"""
-        if self.deliver is None:
-            return
-        read = {row.untyped_storage().data_ptr() for row in self.call.args if torch.is_tensor(row)}
-        for tensor in self.tensors:
-            if tensor.untyped_storage().data_ptr() not in read:
-                byte = 1 if tensor.dtype == torch.bool else 0xFF
-                spoiled = torch.full((tensor.nbytes,), byte, dtype=torch.uint8, device="cpu")
-                tensor.detach().copy_(spoiled.view(tensor.dtype).view(tensor.shape))
 
 
 def _unless_equal(counts: Sequence[int]) -> Sequence[int] | None:

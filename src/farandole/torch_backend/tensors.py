@@ -108,7 +108,8 @@ def _in_units(row: torch.Tensor) -> torch.Tensor:
 def _lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
     storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end:
+        lies_next = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == end
+        if not (lies_next and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
             return False
         end += tensor.nbytes
     return True

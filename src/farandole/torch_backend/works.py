@@ -27,6 +27,7 @@ __all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
 
 _CALLBACKS_S = 10.0
 _MOST_UNASKED = 8
+_NO_TIME_S = 1e-9
 _FEW = 32
 
 
@@ -129,8 +130,9 @@ class Handle(dist.Work):
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until all is done and delivered."""
+        limit = math.inf if timeout_s is None else time.monotonic() + timeout_s
         for work in self._works:
-            work.wait(timeout_s)
+            work.wait(None if limit == math.inf else max(_NO_TIME_S, limit - time.monotonic()))
         with self._lock:
             while self._deliveries:
                 self._deliveries[0]()
@@ -236,19 +238,24 @@ class Completer:
             return
         if self._num_idle:
             self._changed.notify()
-        else:
+        elif not (self._is_closing and self._threads):  # else one of them comes to it
             thread = threading.Thread(target=self._serve, name="farandole futures", daemon=True)
+            thread.start()
             self._threads.add(thread)
             _completers.add(self)
-            thread.start()
+
+    def stop(self) -> None:
+        """Have the threads end when nothing is pending, and start no more: when the interpreter ends it allows none."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
 
     def join(self) -> None:
         """Let callbacks end that still run, once all calls have ended: CPython cannot end a thread within one. Does not
         wait for ever, nor for itself."""
         limit = time.monotonic() + _CALLBACKS_S
+        self.stop()
         with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
@@ -307,8 +314,11 @@ _completers: weakref.WeakSet[Completer] = weakref.WeakSet()
 
 
 def _join_at_exit() -> None:
+    completers = list(_completers)
+    for completer in completers:
+        completer.stop()
     close_at_exit()  # ends all calls
-    for completer in list(_completers):
+    for completer in completers:
         completer.join()
 
 
