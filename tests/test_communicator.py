@@ -696,6 +696,14 @@ SHOWN = {
         lambda c: c.all_reduce(np.ones(2), algorithm=algorithms.build("all_reduce", "ring", 2) if c.rank else None),
         ["rank 1: all_reduce(2 x float64, sum, algorithm=a schedule of the caller's own), "],
     ),
+    "parts of all": (
+        lambda c: c.all_gather(np.ones(4), counts=[4, 4 + c.rank] if c.rank == 0 else [5, 4]),
+        ["rank 0: all_gather(4 x float64)", "rank 1: all_gather(4 x float64)", "as the ranks see it, 8, 9 elements"],
+    ),
+    "parts of all, scattered": (
+        lambda c: c.reduce_scatter(np.ones(8 + c.rank), counts=[4, 4 + c.rank]),
+        ["rank 0: reduce_scatter(8 x float64, sum)", "rank 1: reduce_scatter(9 x float64, sum)"],
+    ),
     "uneven parts": (
         lambda c: c.all_gather(np.ones(5 + c.rank)),
         ["rank 0: all_gather(5 x float64)", "rank 1: all_gather(6 x float64)", "need counts=", "elements: [5, 6]"],

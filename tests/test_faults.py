@@ -31,6 +31,48 @@ def die_soon(delay_s: float) -> None:
     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
+STOPPED = """
+import os, signal, sys
+import numpy as np
+import farandole
+comm = farandole.init()
+comm.barrier()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+call = {"all_reduce": lambda: comm.all_reduce(np.ones(4), timeout=0.5),
+        "recv": lambda: comm.recv(np.ones(4), 1, timeout=0.5)}[sys.argv[1]]
+try:
+    call()
+except farandole.CollectiveTimeoutError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+def test_a_timeout_names_the_rank_whose_process_is_stopped(call):
+    server = StoreServer(("127.0.0.1", 0), b"secret")
+    place = {"WORLD_SIZE": "2", "FARANDOLE_SECRET": "secret"}
+    place["FARANDOLE_RENDEZVOUS"] = f"{server.address[0]}:{server.address[1]}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, call],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | place | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    text, _ = ranks[0].communicate(timeout=JOIN_S)
+    ranks[1].send_signal(signal.SIGCONT)
+    ranks[1].communicate(timeout=JOIN_S)
+    server.close()
+    assert (
+        "the timeout of 0.5 s is over; the process of rank 1 is stopped (by SIGSTOP or a debugger): rank 1 has" in text
+    )
+
+
 def one_call(comm: farandole.Communicator, choice: random.Random, largest: int) -> None:
     """A random collective; every rank that seeded ``choice`` alike makes the same one."""
     n, count = comm.world_size, choice.choice([0, 1, 100, 5000, largest])
@@ -382,7 +424,7 @@ def test_another_secret_is_refused():
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "99"},
-            "FARANDOLE_SECRET is not set",
+            "neither FARANDOLE_SECRET nor FARANDOLE_SECRET_FILE is set",
         ),
         ({"FARANDOLE_TIMEOUT_S": "soon"}, "FARANDOLE_TIMEOUT_S is 'soon'"),
     ],

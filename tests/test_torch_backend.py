@@ -522,6 +522,26 @@ def test_sparse_tensors_are_summed(world, op):
     world.run(4, body)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_numbers_that_are_but_moved_may_be_strided_and_of_any_size(world):
+    """Those of 16 + 16 bits, whose bytes torch itself views only where they lie in a row."""
+
+    def body(group):
+        for shape, take in [((4,), 2), ((1,), 2), ((0,), 2), ((3, 5), 3), ((1, 1), 4)]:
+            wide = torch.zeros(*shape[:-1], shape[-1] * take, dtype=torch.complex32)
+            for rank in range(group.size()):
+                mine, output = wide.clone()[..., ::take], wide.clone()[..., ::take]
+                expected = torch.complex(torch.arange(mine.numel()) + 1.0, torch.full((mine.numel(),), rank + 0.5))
+                mine.copy_(expected.view(mine.shape))
+                group.broadcast([mine if group.rank() == rank else output], root=rank).wait()
+                outputs = [wide.clone()[..., ::take] for _ in range(group.size())]
+                group.allgather([outputs], [mine if group.rank() == rank else output]).wait()
+                for tensor in outputs:
+                    same(tensor.to(torch.complex64), expected.view(mine.shape))
+
+    world.run(3, body)
+
+
 def test_sparse_tensors_of_different_shapes_are_refused_on_every_rank(world):
     """Their indices would lie outside of the sum."""
 
@@ -822,6 +842,9 @@ def test_many_works_in_flight_on_two_groups_from_two_threads(world):
             "band",
         ),
         (lambda g: g.broadcast([torch.ones(2, device="meta")]), "meta"),
+        (lambda g: g.broadcast([torch.eye(2).to_sparse()]), r"the tensor is sparse_coo; all_reduce alone .*to_dense"),
+        (lambda g: g.allgather([[torch.eye(2).to_sparse()] * 2], [torch.eye(2).to_sparse()]), "the tensor is sparse"),
+        (lambda g: g.send([torch.eye(2).to_sparse()], 1 - g.rank()), "the tensor is sparse"),
     ],
 )  # fmt: skip
 def test_what_can_never_work_is_refused(world, call, message):

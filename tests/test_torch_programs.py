@@ -188,6 +188,47 @@ def test_a_callback_that_still_runs_at_the_end_does_not_spoil_it(tmp_path):
         assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_forked_child_ends_though_a_thread_of_its_parent_held_a_lock(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import signal
+        dist.init_process_group("farandole")
+        for _ in range(12):
+            group = dist.new_group()
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().wait()
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends it if it hangs
+                sys.exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    result = run(FARANDOLE, "run", "-n", 2, path)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_rank_that_ends_while_others_make_a_group_is_named(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        from farandole import PeerLostError
+        dist.init_process_group("farandole")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os._exit(0)
+        try:
+            dist.new_group()
+        except PeerLostError as error:
+            os.write(1, f"{error}\\n".encode())
+        """,
+    )
+    result = run(FARANDOLE, "run", "-n", 3, path)
+    assert result.stdout.count("rank 1 ended while it was waited for to make a group of ranks [0, 1, 2]") == 2, result
+
+
 def test_destroying_a_group_whose_ranks_differed_does_so_and_fails_the_process(tmp_path):
     path = script(
         tmp_path,

@@ -69,11 +69,12 @@ enum class Abort : std::uint32_t {
 // The collective that a rank is in, for the errors and the status display of other ranks. Written
 // by its rank alone, relaxed: it is a snapshot. Only `agreement` decides anything.
 struct CallRecord {
-  std::atomic<std::uint64_t> sequence{0};   // calls begun
-  std::atomic<std::uint64_t> finished{0};   // calls ended
-  std::atomic<std::uint64_t> what{0};       // see farandole/call_records.py
-  std::atomic<std::uint64_t> count{0};      // elements of the call
-  std::atomic<std::int64_t> timeout_ns{0};  // of the call; 0 if it has none
+  std::atomic<std::uint64_t> sequence{0};       // calls begun
+  std::atomic<std::uint64_t> finished{0};       // calls ended
+  std::atomic<std::uint64_t> what{0};           // see farandole/call_records.py
+  std::atomic<std::uint64_t> count{0};          // elements of the array that the rank gave
+  std::atomic<std::uint64_t> payload_bytes{0};  // of the whole buffer
+  std::atomic<std::int64_t> timeout_ns{0};      // of the call; 0 if it has none
   // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by
   // number that differ here made different calls, even if they never meet on a channel. One word,
   // so that the two belong together; relaxed.

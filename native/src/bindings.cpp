@@ -230,8 +230,9 @@ std::uint64_t claim_lead(const Engine& engine, std::uint64_t lost) {
   return won ? own : leader;
 }
 
-using CallTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double,
-                             bool, std::uint64_t, std::uint64_t, std::uint64_t, nb::bytes>;
+using CallTuple =
+    std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double,
+               bool, std::uint64_t, std::uint64_t, std::uint64_t, nb::bytes>;
 
 std::vector<CallTuple> calls_of(const Engine& engine) {
   std::vector<CallTuple> calls;
@@ -242,7 +243,8 @@ std::vector<CallTuple> calls_of(const Engine& engine) {
         state.call.sequence.load(std::memory_order_relaxed),
         state.call.finished.load(std::memory_order_relaxed),
         state.call.what.load(std::memory_order_relaxed),
-        state.call.count.load(std::memory_order_relaxed), seconds_of(state.call.timeout_ns),
+        state.call.count.load(std::memory_order_relaxed),
+        state.call.payload_bytes.load(std::memory_order_relaxed), seconds_of(state.call.timeout_ns),
         state.closed.load(std::memory_order_acquire) != 0,
         state.call.misfit_rank.load(std::memory_order_relaxed),
         state.call.misfit_bytes.load(std::memory_order_relaxed),

@@ -247,6 +247,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   CallRecord& record = arena_->rank(rank_).call;
   record.what.store(settled.what, std::memory_order_relaxed);
   record.count.store(settled.count, std::memory_order_relaxed);
+  record.payload_bytes.store(settled.payload_bytes, std::memory_order_relaxed);
   record.timeout_ns.store(call.timeout ? call.timeout->count() : 0, std::memory_order_relaxed);
   ++sequence_;
   history_ = mix(settled.fingerprint, history_);

@@ -39,6 +39,7 @@ class CallRecord:
         finished: of those, ended.
         what: the call, see `pack_call`.
         count: elements of the array that the rank gave.
+        payload_bytes: of the whole buffer.
         timeout_s: how long the rank waits in it; infinite if for ever.
         closed: whether the rank closed its communicator.
         misfit_rank: the rank whose part did not fit, plus 1; 0 if none.
@@ -50,6 +51,7 @@ class CallRecord:
     finished: int
     what: int
     count: int
+    payload_bytes: int
     timeout_s: float
     closed: bool
     misfit_rank: int
@@ -72,8 +74,7 @@ class CallRecord:
 
     def describe_misfit(self, rank: int) -> str:
         """The part that did not fit on ``rank``, whose record this is."""
-        itemsize = self._dtype.itemsize
-        sent, expected = self.misfit_bytes // itemsize, self.expected_bytes // itemsize
+        sent, expected = self.misfit_bytes // self.itemsize, self.expected_bytes // self.itemsize
         return f"rank {self.misfit_rank - 1} sends rank {rank} {sent} elements, and rank {rank} expects {expected}"
 
     @property
@@ -84,6 +85,11 @@ class CallRecord:
     def describe(self) -> str:
         """The call alone, as the user would write it."""
         return f"{self.name}({', '.join(self._arguments())})"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self._dtype.itemsize
 
     @property
     def _dtype(self) -> DType:

@@ -679,6 +679,11 @@ class Communicator:
         """Whether outputs of asynchronous calls are spoiled until they are done: FARANDOLE_POISON."""
         return self._runner.poisons
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, or has closed this communicator."""
+        self._require_rank("rank", rank)
+        return self._runner.is_lost(rank)
+
     def is_in_use(self, address: int, nbytes: int) -> bool:
         """Whether a call that goes on in the background uses any of so many bytes from ``address`` on."""
         return self._runner.is_in_use(address, nbytes)

@@ -23,6 +23,8 @@ from farandole.errors import (
 
 __all__ = ["Abort", "explain_failure"]
 
+_PARTED = ("all_gather", "gather", "scatter", "reduce_scatter")
+
 
 class Abort(IntEnum):
     """Why a communicator stopped; the numbers are those of native/src/arena.hpp."""
@@ -49,6 +51,7 @@ def explain_failure(
     messages: Sequence[MessageRecord],
     call: Call | None,
     job_ranks: Sequence[int],
+    stopped: Sequence[int],
 ) -> CommunicationError:
     """The error for a communicator that stopped.
 
@@ -60,13 +63,14 @@ def explain_failure(
         messages: what message every rank last said it sent or received.
         call: the collective that this rank was in, if any.
         job_ranks: per rank, its rank in the job.
+        stopped: the ranks whose process is stopped, as by SIGSTOP or a debugger.
     """
     where = _who_is_where(records, messages, job_ranks)
     record, message = records[subject], messages[subject]
     if reason == Abort.MESSAGE_MISMATCH:
         return CollectiveMismatchError(_message_mismatch_text(subject, message, job_ranks))
     if reason == Abort.MESSAGE_TIMEOUT:
-        return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, where))
+        return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, stopped, where))
     if reason == Abort.TOO_MANY_UNEXPECTED:
         return CommunicationError(
             f"rank {message.arrived_from} has sent rank {subject} more than it can keep until it receives it, in front "
@@ -75,7 +79,7 @@ def explain_failure(
     if reason == Abort.MISMATCH:
         return CollectiveMismatchError(_mismatch_text(rank, records, call, where))
     if reason == Abort.TIMEOUT:
-        return CollectiveTimeoutError(_timeout_text(subject, rank, records, call, where))
+        return CollectiveTimeoutError(_timeout_text(subject, rank, records, stopped, where))
     if reason == Abort.PEER_LOST:
         return PeerLostError(f"{_loss_text(subject, record, message)}\n{where}")
     return CommunicatorClosedError("\n".join([_stop_text(reason, subject, record, message), *_group_line(job_ranks)]))
@@ -112,17 +116,30 @@ def _mismatch_text(rank: int, records: Sequence[CallRecord], call: Call | None, 
     if misfits:
         return f"{text}\n    {misfits[0]}"
     if call is not None and call.record != (mine.what, mine.count):
-        late = replace(mine, what=call.record[0], count=call.record[1])
+        what, count = call.record
+        payload_bytes = sum(call.signature.counts) * call.signature.dtype.itemsize
+        late = replace(mine, what=what, count=count, payload_bytes=payload_bytes)
         text += f"\n    rank {rank} came too late with {late.describe()}"
-    elif len(set(map(str, records))) == 1:
-        text += "\n    These look alike, so the ranks differ in what is not shown: the parts (counts), a schedule of "
-        text += "the caller's own, or a call before."
-    elif len({(record.sequence, record.what) for record in records}) == 1 and mine.name in ("all_gather", "gather"):
-        counts = [record.count for record in records]
-        text += (
-            f"\n    Arrays of different sizes need counts=, the rows of all ranks, on every rank; elements: {counts}"
+        records = [*records[:rank], late, *records[rank + 1 :]]
+    return text + _hint(records)
+
+
+def _hint(records: Sequence[CallRecord]) -> str:
+    """What the calls differ in, if their texts do not say it clearly."""
+    if len({record.what for record in records}) > 1 or not records[0].what:
+        return ""
+    name, counts = records[0].name, [record.count for record in records]
+    wholes = [record.payload_bytes // records[0].itemsize for record in records]
+    if name in ("all_gather", "gather") and len(set(counts)) > 1 and len(set(wholes)) > 1:
+        return f"\n    Arrays of different sizes need counts=, the rows of all ranks, on every rank; elements: {counts}"
+    if name in _PARTED and len(set(wholes)) > 1:
+        return f"\n    All parts together have, as the ranks see it, {', '.join(map(str, wholes))} elements."
+    if len({record.describe() for record in records}) == 1:
+        return (
+            "\n    These look alike, so the ranks differ in what is not shown: the parts (counts), a schedule of the "
+            "caller's own, or a call before."
         )
-    return text
+    return ""
 
 
 def _odd_ones(records: Sequence[CallRecord]) -> str:
@@ -138,15 +155,22 @@ def _odd_ones(records: Sequence[CallRecord]) -> str:
     return f" ({'rank' if len(odd) == 1 else 'ranks'} {', '.join(odd)} not as the others)"
 
 
-def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], call: Call | None, where: str) -> str:
+def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], stopped: Sequence[int], where: str) -> str:
     record = records[subject]
     whose = "" if subject == rank else f" on rank {subject}"
-    text = f"the timeout of {record.timeout_s:g} s is over{whose}"
+    text = f"the timeout of {record.timeout_s:g} s is over{whose}{_stopped_text(stopped)}"
     late = [str(r) for r, other in enumerate(records) if other.sequence < record.sequence]
     if late:
         who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
         return f"{text}: {who} not arrived at collective number {record.sequence}\n{where}"
     return f"{text}: all ranks arrived, but the data did not come through in time\n{where}"
+
+
+def _stopped_text(stopped: Sequence[int]) -> str:
+    if not stopped:
+        return ""
+    who = f"rank {stopped[0]} is" if len(stopped) == 1 else f"ranks {', '.join(map(str, stopped))} are"
+    return f"; the process of {who} stopped (by SIGSTOP or a debugger)"
 
 
 def _message_mismatch_text(dst: int, message: MessageRecord, job_ranks: Sequence[int]) -> str:
@@ -159,11 +183,12 @@ def _message_mismatch_text(dst: int, message: MessageRecord, job_ranks: Sequence
     return "\n".join([*lines, *_group_line(job_ranks)])
 
 
-def _message_timeout_text(subject: int, rank: int, message: MessageRecord, where: str) -> str:
+def _message_timeout_text(subject: int, rank: int, message: MessageRecord, stopped: Sequence[int], where: str) -> str:
     whose = "" if subject == rank else f" on rank {subject}"
     who = "no rank" if message.peer is None else f"rank {message.peer}"
     missing = f"{who} has {'' if message.peer is None else 'not '}{'received' if message.is_send else 'sent'}"
-    return f"the timeout of {message.timeout_s:g} s is over{whose}: {missing}, in {message.describe()}\n{where}"
+    text = f"the timeout of {message.timeout_s:g} s is over{whose}{_stopped_text(stopped)}"
+    return f"{text}: {missing}, in {message.describe()}\n{where}"
 
 
 def _doing(record: CallRecord, message: MessageRecord) -> str:

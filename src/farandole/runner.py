@@ -101,6 +101,7 @@ class Runner:
         )
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
+        self._processes = membership.processes
         self._engine = _native.Engine(
             arena=membership.arena,
             rank=membership.rank,
@@ -268,6 +269,10 @@ class Runner:
             return self._rank == signature.root
         return source is not None and source.overlaps(target)
 
+    def is_lost(self, rank: int) -> bool:
+        """See `Communicator.is_lost`."""
+        return rank != self._rank and self._engine.is_gone(rank)
+
     def is_in_use(self, address: int, nbytes: int) -> bool:
         """See `Communicator.is_in_use`."""
         with self._lock:
@@ -301,7 +306,7 @@ class Runner:
         if self.closed:
             raise CommunicatorClosedError("this communicator was closed on this rank, which takes no part any more")
         for rank in range(membership.world_size):
-            if rank != self._rank and self._engine.is_gone(rank):
+            if self.is_lost(rank):
                 self._engine.abort(int(Abort.PEER_LOST), rank)
         if not self.aborted:
             raise ArgumentError(
@@ -392,6 +397,7 @@ class Runner:
                     messages=messages,
                     call=call,
                     job_ranks=self._job_ranks,
+                    stopped=[rank for rank, process in enumerate(self._processes) if _is_stopped(process)],
                 )
             return _copy_of(self._failure)
 
@@ -457,6 +463,15 @@ class Runner:
 def _copy_of(error: CommunicationError) -> CommunicationError:
     """To be raised: one and the same would gather the traceback of every time."""
     return type(error)(*error.args)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether somebody has stopped the process, so that it waits to be continued."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # it has ended
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _memory_bytes() -> int:

@@ -6,10 +6,10 @@ import hashlib
 import hmac
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from farandole.errors import RendezvousError
+from farandole.errors import CommunicationError, RendezvousError
 
 __all__ = ["StoreMeetingPlace", "meeting_name"]
 
@@ -42,9 +42,11 @@ class StoreMeetingPlace:
         store: where no other has keys that begin with ``name``.
         name: of the meeting.
         secret: of the job; empty if there is none.
+        require_alive: raises once somebody who is waited for cannot come.
     """
 
-    def __init__(self, store: Any, name: str, secret: bytes) -> None:
+    def __init__(self, store: Any, name: str, secret: bytes, require_alive: Callable[[], None] = lambda: None) -> None:
+        self._require_alive = require_alive
         self._store = store
         self._name = name
         self._secret = secret
@@ -52,9 +54,10 @@ class StoreMeetingPlace:
     def set(self, key: str, value: str) -> str:
         """See `MeetingPlace`."""
         try:
-            return self._opened(key, self._store.compare_set(self._full(key), "", self._sealed(key, value)))
+            standing = self._store.compare_set(self._full(key), "", self._sealed(key, value))
         except RuntimeError as error:
             raise RendezvousError(f"torch's store does not answer: {error}") from error
+        return self._opened(key, standing)
 
     def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
         """See `MeetingPlace`."""
@@ -65,9 +68,12 @@ class StoreMeetingPlace:
                 is_over = time.monotonic() >= limit or any(self._has([key]) for key in unless)
                 if is_over:
                     return [self._get(key) if self._has([key]) else None for key in keys]
+                self._require_alive()
                 time.sleep(min(pause_s, max(0.0, limit - time.monotonic())))
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
             return [self._get(key) for key in keys]
+        except CommunicationError:  # which are RuntimeErrors, too
+            raise
         except RuntimeError as error:
             raise RendezvousError(f"torch's store does not answer: {error}") from error
 

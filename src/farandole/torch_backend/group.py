@@ -24,7 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from farandole.buffers import require_no_self_overlap
 from farandole.communicator import Communicator
-from farandole.errors import ArgumentError, CollectiveMismatchError, CommunicationError
+from farandole.errors import ArgumentError, CollectiveMismatchError, CommunicationError, PeerLostError
 from farandole.launch.environment import secret_from
 from farandole.membership import join_alone
 from farandole.rendezvous import join_at
@@ -73,12 +73,21 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     if secret:  # of this group, so that nothing that is set for another passes for its own
         secret = hmac.new(secret, options.group_id.encode(), hashlib.sha256).digest()
     name = meeting_name(options.store, options.global_ranks_in_group, options.group_rank)
-    place = StoreMeetingPlace(options.store, name, secret)
+    place = StoreMeetingPlace(options.store, name, secret, partial(_require_alive, options.global_ranks_in_group))
     if size == 1:
         membership = join_alone()
     else:
         membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
+
+
+def _require_alive(job_ranks: Sequence[int]) -> None:
+    """See that the ranks of a group that is being made are there, if the world is farandole's: that watches them."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(world, ProcessGroup):
+        for rank in job_ranks:
+            if world.communicator.is_lost(rank):
+                raise PeerLostError(f"rank {rank} ended while it was waited for to make a group of ranks {job_ranks}")
 
 
 _MOST_SPARSE_DIMENSIONS = 32

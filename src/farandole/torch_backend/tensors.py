@@ -45,16 +45,18 @@ def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
 
 def plain_input(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of ``tensor`` in a row; a copy if it is strided."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    _require_dense(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def plain_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Delivery]:
     """A row for what comes out in ``tensor``, and how it gets there."""
+    _require_dense(tensor)
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1), None
     require_no_self_overlap(tuple(tensor.shape), tensor.stride())
-    row = tensor.reshape(-1)
+    row = tensor.contiguous().view(-1)
 
     def deliver() -> None:
         tensor.copy_(row.view(tensor.shape))
@@ -85,8 +87,9 @@ def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def joined_output(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int], Delivery]:
     """A row of units for what comes out in all ``tensors``, how many are of each, and how they get there."""
+    lie_in_a_row = _lie_in_a_row(tensors)
     counts = [num_units(tensor) for tensor in tensors]
-    if _lie_in_a_row(tensors):
+    if lie_in_a_row:
         return _in_units(_row_of(tensors)), counts, None
     targets = [tensor.detach() for tensor in tensors]
     for target in targets:
@@ -102,10 +105,25 @@ def joined_output(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[i
 
 
 def _in_units(row: torch.Tensor) -> torch.Tensor:
-    return row if row.dtype in OWN_DTYPES else row.view(torch.uint8)
+    if row.dtype in OWN_DTYPES:
+        return row
+    if row.numel() <= 1:  # then its stride may be any
+        row = row.as_strided(row.shape, (1,))
+    return row.view(torch.uint8)
+
+
+def _require_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ArgumentError(
+            f"the tensor is {kind}; all_reduce alone takes sparse tensors, and no collective nested ones: give a dense "
+            f"one, e.g. .to_dense() or .to_padded_tensor(0)"
+        )
 
 
 def _lie_in_a_row(tensors: Sequence[torch.Tensor]) -> bool:
+    for tensor in tensors:
+        _require_dense(tensor)
     storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
         lies_next = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == end

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import threading
 import time
 import weakref
@@ -323,3 +324,4 @@ def _join_at_exit() -> None:
 
 
 atexit.register(_join_at_exit)
+os.register_at_fork(after_in_child=_completers.clear)  # their threads are not there, and may have held a lock
