@@ -75,6 +75,7 @@ struct CallRecord {
   std::atomic<std::uint64_t> count{0};          // elements of the array that the rank gave
   std::atomic<std::uint64_t> payload_bytes{0};  // of the whole buffer
   std::atomic<std::int64_t> timeout_ns{0};      // of the call; 0 if it has none
+  std::atomic<std::int64_t> began_ns{0};        // when, by the steady clock: a host has one
   // High 32 bits: sequence; low 32 bits: of the call's fingerprint. Ranks in the same collective by
   // number that differ here made different calls, even if they never meet on a channel. One word,
   // so that the two belong together; relaxed.

@@ -232,7 +232,7 @@ std::uint64_t claim_lead(const Engine& engine, std::uint64_t lost) {
 
 using CallTuple =
     std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, double,
-               bool, std::uint64_t, std::uint64_t, std::uint64_t, nb::bytes>;
+               double, bool, std::uint64_t, std::uint64_t, std::uint64_t, nb::bytes>;
 
 std::vector<CallTuple> calls_of(const Engine& engine) {
   std::vector<CallTuple> calls;
@@ -245,6 +245,7 @@ std::vector<CallTuple> calls_of(const Engine& engine) {
         state.call.what.load(std::memory_order_relaxed),
         state.call.count.load(std::memory_order_relaxed),
         state.call.payload_bytes.load(std::memory_order_relaxed), seconds_of(state.call.timeout_ns),
+        static_cast<double>(state.call.began_ns.load(std::memory_order_relaxed)) * 1e-9,
         state.closed.load(std::memory_order_acquire) != 0,
         state.call.misfit_rank.load(std::memory_order_relaxed),
         state.call.misfit_bytes.load(std::memory_order_relaxed),

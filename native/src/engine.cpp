@@ -249,6 +249,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   record.count.store(settled.count, std::memory_order_relaxed);
   record.payload_bytes.store(settled.payload_bytes, std::memory_order_relaxed);
   record.timeout_ns.store(call.timeout ? call.timeout->count() : 0, std::memory_order_relaxed);
+  record.began_ns.store(start.time_since_epoch().count(), std::memory_order_relaxed);
   ++sequence_;
   history_ = mix(settled.fingerprint, history_);
   past_[sequence_ % past_.size()] = static_cast<std::uint32_t>(history_);

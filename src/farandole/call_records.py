@@ -41,6 +41,7 @@ class CallRecord:
         count: elements of the array that the rank gave.
         payload_bytes: of the whole buffer.
         timeout_s: how long the rank waits in it; infinite if for ever.
+        began_s: when, as time.monotonic() counts on this host.
         closed: whether the rank closed its communicator.
         misfit_rank: the rank whose part did not fit, plus 1; 0 if none.
         misfit_bytes, expected_bytes: of that part, and what was expected.
@@ -53,6 +54,7 @@ class CallRecord:
     count: int
     payload_bytes: int
     timeout_s: float
+    began_s: float
     closed: bool
     misfit_rank: int
     misfit_bytes: int

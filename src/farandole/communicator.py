@@ -29,6 +29,7 @@ from farandole.membership import Membership
 from farandole.plans import split_evenly
 from farandole.runner import Runner
 from farandole.selector import Explanation, explain
+from farandole.status import serve_status
 from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
@@ -60,6 +61,7 @@ class Communicator:
         self.timeout_s = require_timeout("timeout_s", timeout_s)
         self._membership = membership
         self._runner = Runner(membership)
+        serve_status()
         self._repeat = self._runner.repeats.run
         self._in_flight = self._runner.in_flight
         self._refusals = {name: _Refusals(self._runner, name) for name in (*CALLS, "send", "recv")}

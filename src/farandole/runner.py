@@ -29,7 +29,7 @@ from farandole.membership import Membership
 from farandole.shrinking import shrink
 from farandole.work import Receipt, Work, require_timeout
 
-__all__ = ["Runner", "close_all", "close_at_exit", "tell_at_exit"]
+__all__ = ["Runner", "open_runners", "close_all", "close_at_exit", "tell_at_exit"]
 
 _CLOSE_GRACE_S = 1.0
 _SPINS = 2000
@@ -82,6 +82,11 @@ def close_all() -> None:
         raise errors[0]
 
 
+def open_runners() -> list[Runner]:
+    """Of all communicators of this process that are open."""
+    return list(_open)
+
+
 class Runner:
     """The engine of one rank, with its calls.
 
@@ -102,6 +107,7 @@ class Runner:
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
         self._processes = membership.processes
+        self._identity = f"{membership.arena.nonce:x}"
         self._engine = _native.Engine(
             arena=membership.arena,
             rank=membership.rank,
@@ -268,6 +274,37 @@ class Runner:
         if signature.collective == "broadcast":
             return self._rank == signature.root
         return source is not None and source.overlaps(target)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What this communicator's ranks are doing now, as each of them says; see `farandole.status`."""
+        records = [CallRecord(*record) for record in self._engine.calls()]
+        messages = [MessageRecord(*record) for record in self._engine.messages()]
+        reason, subject = self._engine.aborted()
+        now = time.monotonic()
+        furthest = max(record.sequence for record in records)
+        ranks = []
+        for rank, (record, message) in enumerate(zip(records, messages, strict=True)):
+            is_within = record.sequence > record.finished
+            ranks.append(
+                {
+                    "rank": rank,
+                    "job_rank": self._job_ranks[rank],
+                    "process": self._processes[rank],
+                    "collectives": record.sequence,
+                    "call": record.describe() if record.what else None,
+                    "is_in_it": is_within,
+                    "seconds": now - record.began_s if is_within else None,
+                    "is_behind": record.sequence < furthest,
+                    "bytes": record.payload_bytes,
+                    "last_message": message.describe() if message.what else None,
+                    "refused": record.refused if record.refusal else None,
+                    "has_closed": record.closed,
+                    "is_gone": self.is_lost(rank),
+                    "is_stopped": _is_stopped(self._processes[rank]),
+                }
+            )
+        stopped = None if reason == Abort.NONE else f"{Abort(reason).name.lower().replace('_', ' ')}, rank {subject}"
+        return {"identity": self._identity, "world_size": len(ranks), "stopped": stopped, "ranks": ranks}
 
     def is_lost(self, rank: int) -> bool:
         """See `Communicator.is_lost`."""

@@ -13,6 +13,7 @@ from farandole.cli.calibrate import calibrate
 from farandole.cli.draw import draw
 from farandole.cli.explain import explain
 from farandole.cli.run import run
+from farandole.cli.status import status
 from farandole.cli.verify import verify
 from farandole.errors import FarandoleError
 
@@ -32,6 +33,7 @@ app.command()(draw)
 app.command()(bench)
 app.command()(explain)
 app.command()(calibrate)
+app.command()(status)
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from farandole.errors import ArgumentError, CommunicationError
 from farandole.torch_backend.works import Handle
 
-__all__ = ["entry", "observed"]
+__all__ = ["entry", "message_entry"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -58,17 +58,23 @@ def entry(call: str, kind: type, num_data: int, *names: str, takes_lists: bool =
 
         @functools.wraps(method)
         def enter(self: Any, *arguments: Any, **named: Any) -> Any:
-            if named or len(arguments) <= num_data or type(arguments[num_data]) is not kind:
-                arguments, named = tuple(settle(arguments, named)), {}
-            return method(self, *arguments)
+            try:
+                if named or len(arguments) <= num_data or type(arguments[num_data]) is not kind:
+                    arguments = tuple(settle(arguments, named))
+                if profiler._is_profiler_enabled:
+                    return _profiled(call, method, self, arguments)
+                return method(self, *arguments)
+            except Exception as error:
+                _tell(self, call, error)
+                raise
 
-        return observed(call)(enter)  # type: ignore[return-value]
+        return enter  # type: ignore[return-value]
 
     return decorate
 
 
-def observed(call: str) -> Callable[[_Method], _Method]:
-    """Tell the other ranks where the method refuses a call, and torch's profiler of each call.
+def message_entry(call: str) -> Callable[[_Method], _Method]:
+    """As `entry`, for a method without options.
 
     Args:
         call: what users call it.
@@ -76,27 +82,29 @@ def observed(call: str) -> Callable[[_Method], _Method]:
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
-        def observe(self: Any, *arguments: Any, **named: Any) -> Any:
+        def enter(self: Any, *arguments: Any, **named: Any) -> Any:
             try:
-                if profiler._is_profiler_enabled:
-                    return _profiled(call, method, self, arguments, named)
-                return method(self, *arguments, **named)
+                run = functools.partial(method, **named)
+                return _profiled(call, run, self, arguments) if profiler._is_profiler_enabled else run(self, *arguments)
             except Exception as error:
-                if not isinstance(error, CommunicationError):
-                    self.communicator.refuse(call, error)
+                _tell(self, call, error)
                 raise
 
-        return observe  # type: ignore[return-value]
+        return enter  # type: ignore[return-value]
 
     return decorate
 
 
-def _profiled(
-    call: str, method: Callable[..., Any], group: Any, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> Any:
+def _tell(group: Any, call: str, error: Exception) -> None:
+    """Let the other ranks know of a call that has not even begun."""
+    if not isinstance(error, CommunicationError):
+        group.communicator.refuse(call, error)
+
+
+def _profiled(call: str, method: Callable[..., Any], group: Any, arguments: tuple[Any, ...]) -> Any:
     """Run the call within an event, which ends with the call, also if that goes on in the background."""
     with profiler.record_function(f"{group.name()}:{call}") as event:
-        work = method(group, *arguments, **named)
+        work = method(group, *arguments)
         if isinstance(work, Handle):
             event._call_end_callbacks_on_future(work.get_future())
         return work

@@ -29,7 +29,7 @@ from farandole.launch.environment import secret_from
 from farandole.membership import join_alone
 from farandole.rendezvous import join_at
 from farandole.runner import tell_at_exit
-from farandole.torch_backend.entry import entry, observed
+from farandole.torch_backend.entry import entry, message_entry
 from farandole.torch_backend.monitored_barrier import monitored_barrier
 from farandole.torch_backend.parts import Part
 from farandole.torch_backend.reductions import Reducing, name_of_op, wide
@@ -529,13 +529,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    @observed("send")
+    @message_entry("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         """Send to one rank."""
         tensor = only(tensors, "the tensors to send")
         return self._message(Part(partial(self.communicator.send, movable_input(tensor), dst), [tensor], None), tag)
 
-    @observed("recv")
+    @message_entry("recv")
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> dist.Work:
         """Receive from one rank; from whichever sends if it is None."""
         tensor = only(tensors, "the tensors to receive")

@@ -1,0 +1,124 @@
+"""``farandole status``: what the ranks of running jobs are doing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from farandole.status import ask, processes_that_answer
+
+__all__ = ["status"]
+
+_WIDTH = 200
+"""Characters in a line where there is no terminal that says."""
+
+
+def status(
+    process: Annotated[
+        int | None,
+        typer.Argument(metavar="[PID]", help="A process of the job; all jobs of this host if there is none."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for the answer of each process.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what each rank of a running job is in: which collective, since when, whom it waits for, at which line.
+
+    The job goes on undisturbed. It must belong to the same user. A rank that does not answer is busy in code that holds
+    Python's lock, or is stopped; what it last said to the others is shown nevertheless.
+
+    Examples:
+
+        farandole status
+        farandole status 12345
+        farandole status --json
+    """
+    answers: dict[int, dict[str, Any] | None] = {}
+    waiting = [process] if process is not None else processes_that_answer()
+    while waiting:
+        one = waiting.pop()
+        if one in answers:
+            continue
+        try:
+            answers[one] = ask(one, timeout)
+        except ValueError:
+            if one == process:
+                raise
+            answers[one] = None  # it has just ended
+        for communicator in (answers[one] or {}).get("communicators", []):
+            waiting += [rank["process"] for rank in communicator["ranks"] if not rank["is_gone"]]
+    groups = _merged(answer for answer in answers.values() if answer is not None)
+    for group in groups:
+        for rank in group["ranks"]:
+            answer = answers.get(rank["process"])
+            rank["answers"] = answer is not None
+            rank["lines"] = _lines(answer)
+    if as_json:
+        print(json.dumps({"communicators": groups}, indent=2))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    if not groups:
+        console.print("no process of this user on this host has an open communicator of farandole")
+    for group in groups:
+        console.print(_table(group))
+        console.print()
+
+
+def _merged(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each communicator once: its ranks all tell of it."""
+    groups: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for communicator in answer["communicators"]:
+            groups.setdefault(communicator["identity"], communicator)
+    return sorted(groups.values(), key=lambda group: (-group["world_size"], group["identity"]))
+
+
+def _lines(answer: dict[str, Any] | None) -> list[str]:
+    """Where the threads of a process are; those within farandole, if there are any."""
+    threads = [] if answer is None else answer["threads"]
+    within = [thread for thread in threads if thread["is_in_farandole"]]
+    return [thread["line"] for thread in within or threads]
+
+
+def _table(group: dict[str, Any]) -> Table:
+    members = [rank["job_rank"] for rank in group["ranks"]]
+    title = "1 rank" if group["world_size"] == 1 else f"{group['world_size']} ranks"
+    if members != list(range(len(members))):
+        title += f", in the job {', '.join(map(str, members))}"
+    if group["stopped"]:
+        title += f"; stopped: {group['stopped']}"
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("rank", "process", "collectives", "doing", "for s", "at"):
+        table.add_column(name, justify="right" if name in ("rank", "process", "collectives", "for s") else "left")
+    for rank in group["ranks"]:
+        seconds = "" if rank["seconds"] is None else f"{rank['seconds']:.1f}"
+        place = "\n".join(rank["lines"]) if rank["answers"] else "(does not answer)"
+        cells = (str(rank["rank"]), str(rank["process"]), str(rank["collectives"]))
+        table.add_row(*cells, Text(_doing(rank, group["ranks"])), seconds, Text(place))
+    return table
+
+
+def _doing(rank: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
+    """In words, with the ranks that it waits for."""
+    if rank["has_closed"]:
+        return "has closed it"
+    if rank["is_gone"]:
+        return f"has ended, after {rank['call'] or rank['last_message'] or 'no call'}"
+    if rank["is_in_it"]:
+        text = rank["call"]
+        late = [str(one["rank"]) for one in ranks if one["collectives"] < rank["collectives"]]
+        if late:
+            text += f", waits for {'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}"
+    else:
+        text = f"no collective; the last was {rank['call']}" if rank["call"] else "no collective yet"
+    if rank["last_message"]:
+        text += f"; last message: {rank['last_message']}"
+    if rank["refused"]:
+        text += f"; refused {rank['refused']}"
+    return f"stopped, in {text}" if rank["is_stopped"] else text
