@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -254,6 +255,24 @@ std::vector<CallTuple> calls_of(const Engine& engine) {
   return calls;
 }
 
+using FlightTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                               std::int64_t, std::int64_t>;
+
+std::vector<FlightTuple> flights_of(const Engine& engine) {
+  std::vector<FlightTuple> flights;
+  for (const Flight& flight : engine.flights()) {
+    const std::uint64_t sequence = flight.sequence.load(std::memory_order_relaxed);
+    if (sequence == 0) continue;
+    flights.emplace_back(sequence, flight.what.load(std::memory_order_relaxed),
+                         flight.count.load(std::memory_order_relaxed),
+                         flight.payload_bytes.load(std::memory_order_relaxed),
+                         flight.began_ns.load(std::memory_order_relaxed),
+                         flight.ended_ns.load(std::memory_order_relaxed));
+  }
+  std::sort(flights.begin(), flights.end());
+  return flights;
+}
+
 using MessageTuple =
     std::tuple<std::uint64_t, std::uint64_t, std::int64_t, double, std::uint64_t, std::uint64_t>;
 
@@ -384,6 +403,7 @@ NB_MODULE(_native, module) {
           "rank"_a)
       .def("calls", &calls_of)
       .def("messages", &messages_of)
+      .def("flights", &flights_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 
   nb::class_<PostedMessage>(module, "Message")

@@ -255,6 +255,14 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   past_[sequence_ % past_.size()] = static_cast<std::uint32_t>(history_);
   record.sequence.store(sequence_, std::memory_order_relaxed);
   record.agreement.store(agreement(), std::memory_order_relaxed);
+  Flight& flight = flights_[sequence_ % kFlights];
+  flight.sequence.store(0, std::memory_order_relaxed);
+  flight.what.store(settled.what, std::memory_order_relaxed);
+  flight.count.store(settled.count, std::memory_order_relaxed);
+  flight.payload_bytes.store(settled.payload_bytes, std::memory_order_relaxed);
+  flight.began_ns.store(start.time_since_epoch().count(), std::memory_order_relaxed);
+  flight.ended_ns.store(0, std::memory_order_relaxed);
+  flight.sequence.store(sequence_, std::memory_order_relaxed);
 
   if (plan.work_bytes() > work_capacity_) {
     work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());
@@ -278,6 +286,8 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   }
   if (receipt.status != Abort::none) return receipt;
   record.finished.store(sequence_, std::memory_order_relaxed);
+  const auto end = Clock::now();
+  flight.ended_ns.store(end.time_since_epoch().count(), std::memory_order_relaxed);
   if (settled.tally) {
     Tally& tally = *settled.tally;
     add(tally.calls, 1);
@@ -286,7 +296,7 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
     add(tally.bytes_mapped, receipt.bytes_mapped);
     add(tally.scheduled_bytes_sent, settled.scheduled_bytes_sent);
     add(tally.payload_bytes, settled.payload_bytes);
-    add(tally.nanoseconds, static_cast<std::uint64_t>((Clock::now() - start).count()));
+    add(tally.nanoseconds, static_cast<std::uint64_t>((end - start).count()));
   }
   return receipt;
 }

@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -95,6 +96,17 @@ class Work {
   std::atomic<std::uint32_t> done_{0};  // release by the engine's thread, acquire by waiters
 };
 
+// A collective that a rank made, for its flight record. Written by whoever runs it, relaxed: who
+// reads meanwhile may find one that is half overwritten, and tells it by the number.
+struct Flight {
+  std::atomic<std::uint64_t> sequence{0};  // from 1; 0 while it is being overwritten
+  std::atomic<std::uint64_t> what{0};
+  std::atomic<std::uint64_t> count{0};
+  std::atomic<std::uint64_t> payload_bytes{0};
+  std::atomic<std::int64_t> began_ns{0};  // by the steady clock
+  std::atomic<std::int64_t> ended_ns{0};  // 0 if it has not
+};
+
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // Returns true to interrupt the run; asked a few times a second while a rank waits.
@@ -130,6 +142,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_gone(std::uint32_t peer) const noexcept;
   // Whether this process was forked from the one that made this engine: then nothing here works.
   bool is_forked() const noexcept;
+  // The last kFlights collectives, in no order; those of number 0 are none.
+  static constexpr std::size_t kFlights = 1000;
+  std::span<const Flight> flights() const noexcept { return flights_; }
   // Memory that the other ranks read in place, made when first asked for. From any thread.
   std::shared_ptr<Heap> heap();
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
@@ -195,6 +210,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<const std::byte*> sources_;
   std::unique_ptr<std::byte[]> work_memory_;
   std::size_t work_capacity_ = 0;
+  std::vector<Flight> flights_{kFlights};
   std::uint64_t sequence_ = 0;  // collectives begun
   // Fingerprint of the last collective, which holds those of all before; every segment has it.
   std::uint64_t history_ = 0;

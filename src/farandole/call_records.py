@@ -11,7 +11,7 @@ from farandole.collectives import COLLECTIVES
 from farandole.dtypes import DTYPES, REDUCE_OPS, DType
 from farandole.schedule import Schedule
 
-__all__ = ["CALLS", "CallRecord", "MessageRecord", "pack_call"]
+__all__ = ["CALLS", "CallRecord", "MessageRecord", "describe_call", "pack_call"]
 
 CALLS = (*COLLECTIVES, "split")
 """What a user can call: the collectives, and what else runs as one of them."""
@@ -82,35 +82,16 @@ class CallRecord:
     @property
     def name(self) -> str:
         """What was called: one of `CALLS`."""
-        return CALLS[(self.what & 0xFF) - 1]
+        return _name(self.what)
 
     def describe(self) -> str:
         """The call alone, as the user would write it."""
-        return f"{self.name}({', '.join(self._arguments())})"
+        return describe_call(self.what, self.count)
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return self._dtype.itemsize
-
-    @property
-    def _dtype(self) -> DType:
-        return DTYPES[_DTYPES_BY_CODE[self.what >> 8 & 0xFF]]
-
-    def _arguments(self) -> list[str]:
-        if self.name in ("barrier", "split"):
-            return []
-        op, algorithm, rank = (self.what >> shift & 0xFF for shift in (16, 24, 32))
-        arguments = [f"{self.count} x {self._dtype.name}"]
-        if op != _NO_OP:
-            arguments.append(_OPS_BY_CODE[op])
-        if self.name in _RANK_ARGUMENTS:
-            arguments.append(f"{_RANK_ARGUMENTS[self.name]}={rank}")
-        if algorithm == _CUSTOM:
-            arguments.append("algorithm=a schedule of the caller's own")
-        elif algorithm:
-            arguments.append(f"algorithm={algorithms.names(self.name)[algorithm - 1]!r}")
-        return arguments
+        return _dtype(self.what).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +157,29 @@ def pack_call(
     op = _NO_OP if op_code < 0 else op_code
     named = algorithms.names(call).index(algorithm) + 1 if isinstance(algorithm, str) else _CUSTOM
     return CALLS.index(call) + 1 | dtype.code << 8 | op << 16 | (named if algorithm else 0) << 24 | rank << 32
+
+
+def describe_call(what: int, count: int) -> str:
+    """A call as the user would write it, from what and count of a `CallRecord`."""
+    name = _name(what)
+    if name in ("barrier", "split"):
+        return f"{name}()"
+    op, algorithm, rank = (what >> shift & 0xFF for shift in (16, 24, 32))
+    arguments = [f"{count} x {_dtype(what).name}"]
+    if op != _NO_OP:
+        arguments.append(_OPS_BY_CODE[op])
+    if name in _RANK_ARGUMENTS:
+        arguments.append(f"{_RANK_ARGUMENTS[name]}={rank}")
+    if algorithm == _CUSTOM:
+        arguments.append("algorithm=a schedule of the caller's own")
+    elif algorithm:
+        arguments.append(f"algorithm={algorithms.names(name)[algorithm - 1]!r}")
+    return f"{name}({', '.join(arguments)})"
+
+
+def _name(what: int) -> str:
+    return CALLS[(what & 0xFF) - 1]
+
+
+def _dtype(what: int) -> DType:
+    return DTYPES[_DTYPES_BY_CODE[what >> 8 & 0xFF]]

@@ -25,6 +25,7 @@ from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.collectives import is_reducing
 from farandole.dtypes import DTYPES, require_reducible
 from farandole.errors import ArgumentError, CommunicationError
+from farandole.flight_record import FlightEntry
 from farandole.membership import Membership
 from farandole.plans import split_evenly
 from farandole.runner import Runner
@@ -643,6 +644,11 @@ class Communicator:
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""
         return self._runner.stats()
+
+    def flight_record(self) -> list[FlightEntry]:
+        """The last collectives that this rank made, at most a thousand, the oldest first. Also after a failure: then
+        every rank writes it to a file, if FARANDOLE_FLIGHT_RECORDS names a folder."""
+        return self._runner.flight_record()
 
     def refuse(self, call: str, error: Exception) -> None:
         """Tell the other ranks that this one does not make a call that they may be in: their errors then say so. The

@@ -25,6 +25,7 @@ from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
+from farandole.flight_record import FlightEntry, flight_entries, write_flight_record
 from farandole.membership import Membership
 from farandole.shrinking import shrink
 from farandole.work import Receipt, Work, require_timeout
@@ -37,6 +38,7 @@ _SMALLEST_MAPPED_BYTES = 256 * 1024
 _SPINS_WHEN_CROWDED = 20
 _YIELDS = 1000
 _POISON = "FARANDOLE_POISON"
+_FLIGHT_RECORDS = "FARANDOLE_FLIGHT_RECORDS"
 
 Repeat = tuple[int, Any, Any, Any, int, Any]
 """Which collective, the objects of source and target, op, root, algorithm: what `_native.Repeats` knows a call by."""
@@ -436,7 +438,20 @@ class Runner:
                     job_ranks=self._job_ranks,
                     stopped=[rank for rank, process in enumerate(self._processes) if _is_stopped(process)],
                 )
+                self._write_flight_record(self._failure)
             return _copy_of(self._failure)
+
+    def flight_record(self) -> list[FlightEntry]:
+        """See `Communicator.flight_record`."""
+        return flight_entries(self._engine)
+
+    def _write_flight_record(self, error: CommunicationError) -> None:
+        folder = os.environ.get(_FLIGHT_RECORDS)
+        if folder:
+            try:
+                write_flight_record(Path(folder), self._engine, self._rank, self._job_ranks, error)
+            except OSError as problem:
+                warnings.warn(f"{_FLIGHT_RECORDS} is {folder}: {problem}", RuntimeWarning, stacklevel=2)
 
     def _require_usable(self) -> None:
         self._require_own_process()
