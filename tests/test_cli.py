@@ -128,7 +128,7 @@ def test_help_has_examples(verb):
     result = invoke(verb, "--help")
     assert result.exit_code == 0
     examples = result.stdout.partition("Examples:")[2]
-    assert 2 <= examples.count(f"farandole {verb} ") <= 3
+    assert 2 <= examples.count(f"farandole {verb} ") <= 4
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
