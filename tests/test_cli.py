@@ -32,7 +32,7 @@ from farandole.launch import JobResult
 bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
 run_module = importlib.import_module("farandole.cli.run")
 
-VERBS = ("run", "verify", "draw", "bench", "explain", "calibrate")
+VERBS = ("run", "status", "verify", "draw", "bench", "explain", "calibrate")
 
 PLANS = '''
 from farandole import Schedule, Transfer
