@@ -81,6 +81,10 @@ SEATS = {
         {"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "3"},
         (1, 2, "plain"),
     ),
+    "srun that speaks the language of MPICH, too": (
+        {"PMI_RANK": "1", "PMI_SIZE": "3", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"},
+        (1, 3, "slurm"),
+    ),
     "mpirun in slurm": (
         {"PMI_RANK": "1", "PMI_SIZE": "3", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         (1, 3, "hydra"),

@@ -139,7 +139,7 @@ def test_who_does_not_come_in_time_is_left_behind_and_told():
     """After an abort or a timeout, too, nobody has ended."""
     world = farandole.local(3, timeout_s=LIMIT_S)
     world[0].abort()
-    first, second = on_all(world, [0, 2], lambda comm: comm.shrink(timeout=0.2))
+    first, second = on_all(world, [0, 2], lambda comm: comm.shrink(timeout=2))
     assert (first.rank, second.rank, second.world_size) == (0, 1, 2)
     with pytest.raises(CommunicatorClosedError, match=r"have gone on without rank 1, which called shrink\(\) too late"):
         world[1].shrink()
@@ -168,6 +168,96 @@ def test_if_one_cannot_join_none_does(monkeypatch, problem):
     errors = on_all(world, [0, 2, 3], body)
     assert all(isinstance(error, RendezvousError) for error in errors), errors
     assert any("there is no memory left" in str(error) for error in errors)
+    world.close()
+
+
+def test_who_is_interrupted_is_not_waited_for(monkeypatch):
+    """It was there, and lives; but it is no member that the others would wait for."""
+
+    class Interrupted(BaseException):
+        pass
+
+    real = shrinking._Shrinking._accept
+
+    def accept(self, leader, board):
+        if self._own == 2:
+            raise Interrupted
+        return real(self, leader, board)
+
+    monkeypatch.setattr(shrinking._Shrinking, "_accept", accept)
+    world = farandole.local(4, timeout_s=LIMIT_S)
+    world[3].close()
+
+    def body(comm):
+        if comm.rank == 2:
+            with pytest.raises(Interrupted):
+                comm.shrink()
+            assert comm.closed
+            return None
+        with comm.shrink() as smaller:
+            assert smaller.world_size == 3
+            with pytest.raises(PeerLostError, match="rank 2"):
+                smaller.barrier()
+            with smaller.shrink() as again:
+                return works(again)
+
+    assert on_all(world, range(3), body) == [(0, 2, [0, 1]), (1, 2, [0, 1]), None]
+    world.close()
+
+
+def test_a_member_that_is_stopped_until_after_the_verdict_takes_no_part(monkeypatch):
+    monkeypatch.setattr(shrinking, "_MAPPING_S", 0.3)
+    decided = threading.Event()
+    real = shrinking._Shrinking._accept
+
+    def accept(self, leader, board):
+        if self._own == 2:
+            decided.wait()
+        return real(self, leader, board)
+
+    monkeypatch.setattr(shrinking._Shrinking, "_accept", accept)
+    world = farandole.local(3, timeout_s=LIMIT_S)
+    world[0].abort()
+
+    def body(comm):
+        if comm.rank == 2:
+            with pytest.raises(CommunicatorClosedError, match="have gone on without rank 2"):
+                comm.shrink()
+            return None
+        smaller = comm.shrink()
+        decided.set()
+        with pytest.raises(PeerLostError, match="rank 2"):
+            smaller.barrier()
+        with smaller.shrink() as again:
+            return works(again)
+
+    assert on_all(world, range(3), body) == [(0, 2, [0, 1]), (1, 2, [0, 1]), None]
+    world.close()
+
+
+def test_a_rank_shrinks_once(monkeypatch):
+    world = farandole.local(2, timeout_s=LIMIT_S)
+    world[0].abort()
+    world[0]._runner._is_shrinking = True  # another thread is at it
+    with pytest.raises(ArgumentError, match="is called once"):
+        world[0].shrink()
+    world.close()
+
+
+def test_ranks_that_differed_go_on_together():
+    """Also those that did not meet the failure themselves."""
+    world = farandole.local(3, timeout_s=LIMIT_S)
+
+    def body(comm):
+        if comm.rank != 2:
+            with pytest.raises(farandole.CollectiveMismatchError):
+                comm.all_reduce(np.ones(3 + comm.rank))
+        while not comm.aborted:
+            threading.Event().wait(0.001)
+        with comm.shrink() as again:
+            return works(again)
+
+    assert on_all(world, range(3), body) == [(rank, 3, [0, 1, 2]) for rank in range(3)]
     world.close()
 
 
@@ -204,11 +294,11 @@ def test_a_leader_that_is_lost_is_replaced_unless_it_has_given_its_verdict(monke
         return real_create(*arguments)
 
     def wait(self, members):
-        unable = real_wait(self, members)
+        answers = real_wait(self, members)
         if self._own == 0 and when == "after its offer was taken":
             leader.die()
             raise RendezvousError("dead")
-        return unable
+        return answers
 
     monkeypatch.setattr(shrinking, "create_arena", create)
     monkeypatch.setattr(shrinking._Shrinking, "_wait_for_mappings", wait)

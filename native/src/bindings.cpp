@@ -261,13 +261,14 @@ using FlightTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std:
 std::vector<FlightTuple> flights_of(const Engine& engine) {
   std::vector<FlightTuple> flights;
   for (const Flight& flight : engine.flights()) {
-    const std::uint64_t sequence = flight.sequence.load(std::memory_order_relaxed);
+    const std::uint64_t sequence = flight.sequence.load(std::memory_order_acquire);
     if (sequence == 0) continue;
-    flights.emplace_back(sequence, flight.what.load(std::memory_order_relaxed),
-                         flight.count.load(std::memory_order_relaxed),
-                         flight.payload_bytes.load(std::memory_order_relaxed),
-                         flight.began_ns.load(std::memory_order_relaxed),
-                         flight.ended_ns.load(std::memory_order_relaxed));
+    const FlightTuple read(sequence, flight.what.load(std::memory_order_acquire),
+                           flight.count.load(std::memory_order_acquire),
+                           flight.payload_bytes.load(std::memory_order_acquire),
+                           flight.began_ns.load(std::memory_order_acquire),
+                           flight.ended_ns.load(std::memory_order_acquire));
+    if (flight.sequence.load(std::memory_order_relaxed) == sequence) flights.push_back(read);
   }
   std::sort(flights.begin(), flights.end());
   return flights;
@@ -319,6 +320,13 @@ NB_MODULE(_native, module) {
       .def_prop_ro("slot_bytes", [](const Arena& arena) { return arena.geometry().slot_bytes; })
       .def_prop_ro("nonce", [](const Arena& arena) { return arena.geometry().nonce; })
       .def_prop_ro("descriptor", &Arena::descriptor)
+      .def(
+          "has_closed",
+          [](const Arena& arena, std::uint32_t rank) {
+            if (rank >= arena.geometry().world_size) throw nb::index_error("no such rank");
+            return arena.rank(rank).closed.load(std::memory_order_acquire) != 0;
+          },
+          "rank"_a)
       .def("close_descriptor", &Arena::close_descriptor);
 
   nb::class_<Plan>(module, "Plan")

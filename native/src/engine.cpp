@@ -257,12 +257,12 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   record.agreement.store(agreement(), std::memory_order_relaxed);
   Flight& flight = flights_[sequence_ % kFlights];
   flight.sequence.store(0, std::memory_order_relaxed);
-  flight.what.store(settled.what, std::memory_order_relaxed);
-  flight.count.store(settled.count, std::memory_order_relaxed);
-  flight.payload_bytes.store(settled.payload_bytes, std::memory_order_relaxed);
-  flight.began_ns.store(start.time_since_epoch().count(), std::memory_order_relaxed);
-  flight.ended_ns.store(0, std::memory_order_relaxed);
-  flight.sequence.store(sequence_, std::memory_order_relaxed);
+  flight.what.store(settled.what, std::memory_order_release);
+  flight.count.store(settled.count, std::memory_order_release);
+  flight.payload_bytes.store(settled.payload_bytes, std::memory_order_release);
+  flight.began_ns.store(start.time_since_epoch().count(), std::memory_order_release);
+  flight.ended_ns.store(0, std::memory_order_release);
+  flight.sequence.store(sequence_, std::memory_order_release);
 
   if (plan.work_bytes() > work_capacity_) {
     work_memory_ = std::make_unique_for_overwrite<std::byte[]>(plan.work_bytes());

@@ -96,8 +96,10 @@ class Work {
   std::atomic<std::uint32_t> done_{0};  // release by the engine's thread, acquire by waiters
 };
 
-// A collective that a rank made, for its flight record. Written by whoever runs it, relaxed: who
-// reads meanwhile may find one that is half overwritten, and tells it by the number.
+// A collective that a rank made, for its flight record. Whoever runs it writes: the number first to
+// 0, then the rest, each release, so that none comes before that, and then the new number. Who
+// reads meanwhile loads the number, the rest, acquire, and the number again: if that is the same,
+// the rest belongs to it.
 struct Flight {
   std::atomic<std::uint64_t> sequence{0};  // from 1; 0 while it is being overwritten
   std::atomic<std::uint64_t> what{0};

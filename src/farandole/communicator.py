@@ -593,7 +593,8 @@ class Communicator:
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
 
     def shrink(self, *, timeout: float | None = None) -> Communicator:
-        """After a failure, the communicator of the ranks that are left. Each of them calls it; this one is then closed.
+        """After a failure, the communicator of the ranks that are left. Each of them calls it, once; this one is closed
+        then, also if that fails.
 
         Ranks whose process has ended, or that have closed this communicator, are left behind at once; those that do not
         come within the timeout, then. Ranks keep their order. If another rank is lost while they agree, they go on
@@ -606,7 +607,7 @@ class Communicator:
             The new communicator, with the same timeout.
 
         Raises:
-            ArgumentError: nothing has failed.
+            ArgumentError: nothing has failed; or another thread has called it before.
             CommunicatorClosedError: the others have gone on without this rank, as it came too late.
             CollectiveTimeoutError: the rank that decides does not.
             RendezvousError: a rank could not join; on all.

@@ -1,7 +1,7 @@
 """The last collectives that a rank made: to look at, and to find out afterwards what led to a failure.
 
-Where FARANDOLE_FLIGHT_RECORDS names a folder, every rank writes its record there when its communicator fails, as a file
-of its own. Ranks that differ can be seen by comparing them number by number.
+Where FARANDOLE_FLIGHT_RECORDS names a folder, a rank writes its record there when a call of it finds that its
+communicator has failed, as a file of its own. Ranks that differ can be seen by comparing them number by number.
 """
 
 from __future__ import annotations

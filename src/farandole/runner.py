@@ -73,7 +73,7 @@ def close_all() -> None:
     """
     errors = list(_untold)
     _untold.clear()
-    for runner in list(_open):
+    for runner in open_runners():
         try:
             runner.close()
         except PeerLostError:
@@ -85,8 +85,12 @@ def close_all() -> None:
 
 
 def open_runners() -> list[Runner]:
-    """Of all communicators of this process that are open."""
-    return list(_open)
+    """Of all communicators that this process has made and not closed."""
+    while True:
+        try:
+            return [runner for runner in _open if runner._process == os.getpid()]
+        except RuntimeError:  # another thread has just made one
+            continue
 
 
 class Runner:
@@ -130,6 +134,7 @@ class Runner:
         self._messages: OrderedDict[Work, None] = OrderedDict()  # in flight
         self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
+        self._is_shrinking = False
         self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
         self.poisons = os.environ.get(_POISON, "") not in ("", "0")
@@ -351,10 +356,17 @@ class Runner:
             raise ArgumentError(
                 "nothing has failed, so there is nobody to leave behind; use split() for a smaller group"
             )
-        group = shrink(self._engine, membership, require_timeout("timeout", timeout_s))
-        self._tell()
-        self.close()
-        return group
+        timeout_s = require_timeout("timeout", timeout_s)
+        with self._lock:
+            if self._is_shrinking:
+                raise ArgumentError("shrink() is called once on a communicator, by one thread")
+            self._is_shrinking = True
+        try:
+            return shrink(self._engine, membership, timeout_s)
+        finally:  # whatever comes of it, this rank is not to be waited for here any more
+            self._tell()
+            with contextlib.suppress(CommunicationError):  # the failure, which is why it was called
+                self.close()
 
     def refuse(self, name: str, error: Exception) -> None:
         """Let the other ranks know that this one refuses a call of that name, and why."""
@@ -451,7 +463,7 @@ class Runner:
             try:
                 write_flight_record(Path(folder), self._engine, self._rank, self._job_ranks, error)
             except OSError as problem:
-                warnings.warn(f"{_FLIGHT_RECORDS} is {folder}: {problem}", RuntimeWarning, stacklevel=2)
+                print(f"farandole: {_FLIGHT_RECORDS} is {folder}: {problem}", file=sys.stderr)
 
     def _require_usable(self) -> None:
         self._require_own_process()
@@ -520,10 +532,10 @@ def _copy_of(error: CommunicationError) -> CommunicationError:
 def _is_stopped(process: int) -> bool:
     """Whether somebody has stopped the process, so that it waits to be continued."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        status = Path(f"/proc/{process}/stat").read_bytes()  # the name in it may be anything
     except OSError:  # it has ended
         return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
+    return status.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
 
 def _memory_bytes() -> int:

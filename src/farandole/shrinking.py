@@ -29,6 +29,7 @@ _YES, _NO = 1, 2
 _UNABLE = 1 << 32
 _BITS = 64
 _PAUSE_S = 0.001
+_ENDING_S = 1.0
 _MAPPING_S = 10.0
 """How long a leader waits for members to map: they are present, so only one that is stopped takes long."""
 
@@ -110,7 +111,7 @@ class _Shrinking:
             for word, value in enumerate([os.getpid(), arena.descriptor, nonce, *parts], _PROCESS):
                 engine.write_board(word, value)
             engine.write_board(_DECIDED, _YES)
-            unable = self._wait_for_mappings(present)
+            answered, unable = self._wait_for_mappings(present)
             if unable:
                 group.leave()
                 raise RendezvousError(
@@ -119,12 +120,15 @@ class _Shrinking:
         except BaseException:
             engine.write_board(_VERDICT, _NO)
             raise
+        for rank in set(present) - answered:  # it may live, but it does not take part: the others must not wait for it
+            _native.Engine(arena, members.index(rank), []).close()
         engine.write_board(_VERDICT, _YES)
         arena.close_descriptor()
         return group
 
-    def _wait_for_mappings(self, members: list[int]) -> list[int]:
-        """Wait until the members have mapped the arena, are gone, or seem to be stopped. Returns those that cannot."""
+    def _wait_for_mappings(self, members: list[int]) -> tuple[set[int], list[int]]:
+        """Wait until the members have mapped the arena, are gone, or seem to be stopped. Returns those that have, or
+        have said that they cannot, and the latter."""
         limit = time.monotonic() + _MAPPING_S
         answers: dict[int, int] = {}
         while len(answers) < len(members) and time.monotonic() < limit:
@@ -135,7 +139,8 @@ class _Shrinking:
                 if answer & ~_UNABLE == self._own + 1:
                     answers[rank] = answer
             time.sleep(_PAUSE_S)
-        return [rank for rank, answer in answers.items() if answer & _UNABLE]
+        unable = [rank for rank, answer in answers.items() if answer & _UNABLE]
+        return {rank for rank, answer in answers.items() if answer}, unable
 
     def _accept(self, leader: int, board: list[int]) -> None:
         """Map what the leader offers, and say so, once."""
@@ -147,22 +152,26 @@ class _Shrinking:
             arena = map_arena(board[_PROCESS], board[_DESCRIPTOR], board[_NONCE])
             self._mapped[leader] = self._group(members, arena)
         except RendezvousError:
+            limit = time.monotonic() + _ENDING_S  # a process that ends closes its files before it is seen to have ended
+            while time.monotonic() < limit:
+                if self._engine.is_gone(leader):
+                    return
+                time.sleep(_PAUSE_S)
             self._engine.write_board(_MAPPED, leader + 1 | _UNABLE)
-            if not self._engine.is_gone(leader):
-                raise
-            return
+            raise
         self._engine.write_board(_MAPPED, leader + 1)
 
     def _follow(self, leader: int, board: list[int]) -> Membership:
         """The group that the leader's verdict is about."""
         if board[_VERDICT] == _NO:
             raise RendezvousError(f"rank {leader} could not make the new communicator, and says why")
-        if leader not in self._mapped:
+        group = self._mapped.get(leader)
+        if group is None or group.arena.has_closed(group.rank):
             raise CommunicatorClosedError(
                 f"the others have gone on without rank {self._own}, which called shrink() too late; rank {leader} led "
                 f"them"
             )
-        group = self._mapped.pop(leader)
+        del self._mapped[leader]
         group.arena.close_descriptor()
         return group
 

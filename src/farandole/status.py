@@ -32,7 +32,7 @@ __all__ = ["ask", "processes_that_answer", "serve_status"]
 
 _NAME = "farandole-status-"
 _CREDENTIALS = struct.Struct("3i")
-_OWN_CODE = str(Path(__file__).parent)
+_OWN_CODE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARY = {Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("stdlib")) / "concurrent" / "futures"}
 _LONGEST_SEND_S = 5.0
 _PAUSE_S = 0.01
@@ -60,7 +60,7 @@ def serve_status() -> None:
 
 def processes_that_answer() -> list[int]:
     """The processes of this host that have communicators, by their numbers."""
-    names = re.findall(rf"@{_NAME}(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    names = re.findall(rf"@{_NAME}(\d+)$", Path("/proc/net/unix").read_text(errors="replace"), re.MULTILINE)
     return sorted(set(map(int, names)))
 
 
@@ -118,7 +118,14 @@ def _serve(server: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
             client.settimeout(_LONGEST_SEND_S)
             if _is_ours(client):
-                client.sendall(json.dumps(_answer()).encode())
+                client.sendall(_answer_text().encode())
+
+
+def _answer_text() -> str:
+    try:
+        return json.dumps(_answer())
+    except Exception as error:  # others may still be answered, and this one knows why it is not
+        return json.dumps({"process": os.getpid(), "problem": repr(error), "communicators": [], "threads": []})
 
 
 def _answer() -> dict[str, Any]:

@@ -29,7 +29,10 @@ def run(
         bool, typer.Option("--prefix", help="Put the rank before every line of output, and keep lines whole.")
     ] = False,
     max_lost: Annotated[
-        int, typer.Option(min=0, help="Let the others go on where up to so many ranks fail; see Communicator.shrink.")
+        int,
+        typer.Option(
+            min=0, help="Let the others go on where up to so many ranks fail after init; see Communicator.shrink."
+        ),
     ] = 0,
 ) -> None:
     """Run a program on several ranks of this machine; one that fails ends all, unless --max-lost allows it.
@@ -65,7 +68,7 @@ def _hint_at_misplaced_option(command: Sequence[str], ranks: int) -> None:
     program, *arguments = command
     if not arguments or not _OWN_OPTIONS.fullmatch(arguments[0]):
         return
-    misplaced = " ".join(arguments[:2] if arguments[0] in ("-n", "--ranks") else arguments[:1])
+    misplaced = " ".join(arguments[:2] if arguments[0] in ("-n", "--ranks", "--max-lost") else arguments[:1])
     print(
         f"farandole: note: {misplaced} goes to {program}, and {ranks} ranks are started; options of farandole run come "
         f"before the program: farandole run {misplaced} {program}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from farandole.status import ask, processes_that_answer
 
 __all__ = ["status"]
 
+_AT_ONCE = 64
 _WIDTH = 200
 """Characters in a line where there is no terminal that says."""
 
@@ -39,35 +41,63 @@ def status(
         farandole status 12345
         farandole status --json
     """
-    answers: dict[int, dict[str, Any] | None] = {}
-    waiting = [process] if process is not None else processes_that_answer()
-    while waiting:
-        one = waiting.pop()
-        if one in answers:
-            continue
-        try:
-            answers[one] = ask(one, timeout)
-        except ValueError:
-            if one == process:
-                raise
-            answers[one] = None  # it has just ended
-        for communicator in (answers[one] or {}).get("communicators", []):
-            waiting += [rank["process"] for rank in communicator["ranks"] if not rank["is_gone"]]
+    answers = _ask_all([process] if process is not None else processes_that_answer(), timeout, process)
+    if process is not None and answers[process] is None:  # others may tell of it
+        answers = _ask_all([process, *processes_that_answer()], timeout, process)
     groups = _merged(answer for answer in answers.values() if answer is not None)
     for group in groups:
         for rank in group["ranks"]:
             answer = answers.get(rank["process"])
             rank["answers"] = answer is not None
             rank["lines"] = _lines(answer)
+    if process is not None:
+        groups = [group for group in groups if process in (rank["process"] for rank in group["ranks"])]
+    silent = [one for one, answer in answers.items() if answer is None and process in (None, one)]
     if as_json:
-        print(json.dumps({"communicators": groups}, indent=2))
+        print(json.dumps({"communicators": groups, "processes that do not answer": silent}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    if not groups:
-        console.print("no process of this user on this host has an open communicator of farandole")
+    if silent and not groups:
+        console.print(f"{_these(silent)} not answer: stopped, or busy in code that holds Python's lock")
+    elif not groups:
+        whose = "no process of this user on this host" if process is None else f"process {process}"
+        console.print(f"{whose} has {'an' if process is None else 'no'} open communicator of farandole")
     for group in groups:
         console.print(_table(group))
         console.print()
+
+
+def _ask_all(processes: Iterable[int], timeout_s: float, wanted: int | None) -> dict[int, dict[str, Any] | None]:
+    """What these processes say, and all others of their communicators. None for those that do not answer.
+
+    Raises:
+        ArgumentError: ``wanted`` has no communicator.
+    """
+    answers: dict[int, dict[str, Any] | None] = {}
+
+    def ask_one(process: int) -> dict[str, Any] | None:
+        try:
+            return ask(process, timeout_s)
+        except ValueError:
+            if process == wanted:
+                raise
+            return {"communicators": [], "threads": []}  # it has just ended, or is not ours
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        waiting = set(processes)
+        while waiting:
+            wave = sorted(waiting)
+            answers |= zip(wave, threads.map(ask_one, wave), strict=True)
+            told = [answer for answer in answers.values() if answer is not None]
+            ranks = [rank for answer in told for group in answer["communicators"] for rank in group["ranks"]]
+            waiting = {rank["process"] for rank in ranks if not rank["is_gone"]} - answers.keys()
+    return answers
+
+
+def _these(processes: list[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]} does"
+    return f"processes {', '.join(map(str, processes))} do"
 
 
 def _merged(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -71,8 +71,14 @@ def seat_from(environment: Mapping[str, str]) -> Seat | None:
             raise RendezvousError(
                 f"{rank_name} is {rank} and {size_name} is {world_size}; {rank_name} must be in 0..{size_name} - 1"
             )
+        if launcher == "hydra" and _says_the_same(environment, "slurm", rank, world_size):
+            launcher = "slurm"  # srun sets the variables of PMI, too, if so configured
         return Seat(rank, world_size, launcher)
     return None
+
+
+def _says_the_same(environment: Mapping[str, str], launcher: str, rank: int, world_size: int) -> bool:
+    return [environment.get(name) for name in _LAUNCHERS[launcher]] == [str(rank), str(world_size)]
 
 
 def secret_from(environment: Mapping[str, str]) -> bytes:

@@ -273,7 +273,7 @@ class _Job:
         running = {entry.rank for entry in self.ranks}
         while running and self.signal is None:
             for key, _ in self.selector.select():
-                if key.data is None:
+                if key.data is None or key.fileobj not in self.selector.get_map():  # a rank before was drained
                     continue
                 entry, name = key.data
                 if name != "end":
@@ -297,6 +297,7 @@ class _Job:
     def _lose(self, entry: _Rank) -> None:
         """Let the others go on without that rank, which has failed."""
         self.lost.add(entry.rank)
+        _signal_group(entry.process.pid, signal.SIGKILL)  # what it has started
         self._drain(entry)
         if self.on_lost is not None:
             self.on_lost(_failure_of(entry, _exit_code(entry.process))[1])
