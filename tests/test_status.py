@@ -212,3 +212,9 @@ def test_whoever_connects_and_goes_does_no_harm():
                 with contextlib.suppress(OSError):
                     client.send(b"x" * 100)
         assert status.ask(os.getpid(), LIMIT_S)["process"] == os.getpid()
+
+
+def test_what_keeps_a_process_from_answering_is_told(monkeypatch):
+    with farandole.local(1) as world:
+        monkeypatch.setattr(type(world[0]._runner), "snapshot", lambda runner: 1 / 0)
+        assert f"process {os.getpid()} could not say what it is doing: ZeroDivisionError" in show(os.getpid())

@@ -54,7 +54,7 @@ def status(
         groups = [group for group in groups if process in (rank["process"] for rank in group["ranks"])]
     silent = [one for one, answer in answers.items() if answer is None and process in (None, one)]
     if as_json:
-        print(json.dumps({"communicators": groups, "processes that do not answer": silent}, indent=2))
+        print(json.dumps({"communicators": groups, "silent_processes": silent}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     if silent and not groups:
@@ -65,6 +65,9 @@ def status(
     for group in groups:
         console.print(_table(group))
         console.print()
+    for one, answer in answers.items():
+        if answer is not None and "problem" in answer:
+            console.print(f"process {one} could not say what it is doing: {answer['problem']}")
 
 
 def _ask_all(processes: Iterable[int], timeout_s: float, wanted: int | None) -> dict[int, dict[str, Any] | None]:
