@@ -171,6 +171,14 @@ def test_if_one_cannot_join_none_does(monkeypatch, problem):
     world.close()
 
 
+def goes_on_without(smaller: farandole.Communicator, rank: int) -> tuple[int, int, list]:
+    """What is left, once the new communicator has lost a rank, too."""
+    with pytest.raises(PeerLostError, match=f"rank {rank}"):
+        smaller.barrier()
+    with smaller.shrink() as again:
+        return works(again)
+
+
 def test_who_is_interrupted_is_not_waited_for(monkeypatch):
     """It was there, and lives; but it is no member that the others would wait for."""
 
@@ -196,10 +204,7 @@ def test_who_is_interrupted_is_not_waited_for(monkeypatch):
             return None
         with comm.shrink() as smaller:
             assert smaller.world_size == 3
-            with pytest.raises(PeerLostError, match="rank 2"):
-                smaller.barrier()
-            with smaller.shrink() as again:
-                return works(again)
+            return goes_on_without(smaller, 2)
 
     assert on_all(world, range(3), body) == [(0, 2, [0, 1]), (1, 2, [0, 1]), None]
     world.close()
@@ -226,10 +231,7 @@ def test_a_member_that_is_stopped_until_after_the_verdict_takes_no_part(monkeypa
             return None
         smaller = comm.shrink()
         decided.set()
-        with pytest.raises(PeerLostError, match="rank 2"):
-            smaller.barrier()
-        with smaller.shrink() as again:
-            return works(again)
+        return goes_on_without(smaller, 2)
 
     assert on_all(world, range(3), body) == [(0, 2, [0, 1]), (1, 2, [0, 1]), None]
     world.close()
@@ -314,10 +316,7 @@ def test_a_leader_that_is_lost_is_replaced_unless_it_has_given_its_verdict(monke
             return None
         with comm.shrink() as smaller:
             if when == "after its verdict":  # it is a rank that the new one has lost
-                with pytest.raises(PeerLostError, match="rank 0"):
-                    smaller.barrier()
-                with smaller.shrink() as again:
-                    return works(again)
+                return goes_on_without(smaller, 0)
             return works(smaller)
 
     assert on_all(world, range(3), body) == [None, (0, 2, [0, 1]), (1, 2, [0, 1])]
