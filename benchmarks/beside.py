@@ -6,6 +6,7 @@ The command starts itself again as the ranks of a job. Rank 0 prints JSON lines,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -27,7 +28,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from farandole.calibration import processor, usable_cores
 from farandole.launch import run_processes
 
-__all__ = ["BACKENDS", "console", "groups", "print_machine", "run_ranks", "save", "say", "slowest", "summary"]
+__all__ = [
+    "BACKENDS",
+    "console",
+    "groups",
+    "parser_of",
+    "print_machine",
+    "run_ranks",
+    "save",
+    "say",
+    "slowest",
+    "summary",
+]
 
 BACKENDS = ("farandole", "gloo")
 _FILE_WIDTH = 120
@@ -40,6 +52,17 @@ def console() -> Console:
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
+
+
+def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has; ``--rank`` is what `run_ranks` starts a rank with."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
+    return parser
 
 
 def run_ranks(module: str, settings: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -15,12 +15,9 @@ At the end the weights of both models are compared; if they differ, the exit cod
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +29,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.beside import BACKENDS, console, groups, print_machine, run_ranks, save, say, slowest, summary
+from benchmarks.beside import (
+    BACKENDS,
+    console,
+    groups,
+    parser_of,
+    print_machine,
+    run_ranks,
+    save,
+    say,
+    slowest,
+    summary,
+)
 
 WAYS = ("DistributedDataParallel", "fully_shard")
 VOCABULARY, WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 1000, 320, 5, 8, 32, 2
@@ -164,14 +172,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """The command, or a rank of it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser = parser_of("benchmarks.ddp", __doc__)
     parser.add_argument("--rounds", type=int, default=8, help="turns of each backend (default: 8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         measure(arguments.rank)

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,18 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.beside import BACKENDS, console, groups, print_machine, run_ranks, save, say, slowest, summary
+from benchmarks.beside import (
+    BACKENDS,
+    console,
+    groups,
+    parser_of,
+    print_machine,
+    run_ranks,
+    save,
+    say,
+    slowest,
+    summary,
+)
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 DEFAULT_SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -202,20 +211,13 @@ def _size(text: str) -> int:
 
 def main() -> None:
     """The command, or a rank of it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.torch_overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser = parser_of("benchmarks.torch_overhead", __doc__)
     parser.add_argument("-c", "--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
     parser.add_argument(
         "-s", "--sizes", nargs="+", type=_size, default=DEFAULT_SIZES, help="default: 8 1K 64K 1M 16M 64M"
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each backend, per row (default: 5)")
     parser.add_argument("--block-seconds", type=float, default=0.2, help="how long a turn aims to be (default: 0.2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         measure(arguments.rank)

@@ -38,15 +38,19 @@ sys.stdout.write(f"{ranks.index(comm.rank)} of {n}\\n")
 """
 
 
+def environment_with(variables: dict[str, str]) -> dict[str, str]:
+    """This process's, with nothing of a launcher but these."""
+    return {name: value for name, value in os.environ.items() if not MADE.search(name)} | variables
+
+
 def run(*command, **more) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if not MADE.search(name)}
     return subprocess.run(
         [*map(str, command)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
-        env=clean | more,
+        env=environment_with(more),
     )
 
 
@@ -188,7 +192,6 @@ def test_a_secret_from_a_file(tmp_path):
 
 def start_ranks(path: Path, n: int, srun: bool) -> list[subprocess.Popen]:
     """By variables, those of srun or the plain ones."""
-    clean = {name: value for name, value in os.environ.items() if not MADE.search(name)}
     if srun:
         job = {"SLURM_STEP_NUM_TASKS": str(n), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
         job["SLURM_JOB_ID"] = str(os.getpid())
@@ -200,7 +203,7 @@ def start_ranks(path: Path, n: int, srun: bool) -> list[subprocess.Popen]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=clean | job | {"SLURM_PROCID" if srun else "RANK": str(rank)},
+            env=environment_with(job | {"SLURM_PROCID" if srun else "RANK": str(rank)}),
         )
         for rank in range(n)
     ]

@@ -647,8 +647,8 @@ class Communicator:
         return self._runner.stats()
 
     def flight_record(self) -> list[FlightEntry]:
-        """The last collectives that this rank made, at most a thousand, the oldest first. Also after a failure: then
-        every rank writes it to a file, if FARANDOLE_FLIGHT_RECORDS names a folder."""
+        """The last collectives that this rank made, at most a thousand, the oldest first. Also after a failure: a
+        rank whose call finds it writes it to a file, if FARANDOLE_FLIGHT_RECORDS names a folder."""
         return self._runner.flight_record()
 
     def refuse(self, call: str, error: Exception) -> None:
@@ -657,7 +657,7 @@ class Communicator:
 
         Args:
             call: its name.
-            error: why.
+            error: why. If it is a CommunicationError, the call was begun, and there is nothing to tell.
         """
         self._runner.refuse(call, error)
 
@@ -804,7 +804,7 @@ class _Refusals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+        if isinstance(error, Exception):
             self._runner.refuse(self._name, error)
 
 

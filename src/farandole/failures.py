@@ -151,26 +151,30 @@ def _odd_ones(records: Sequence[CallRecord]) -> str:
     (usual, number), *others = Counter(calls.values()).most_common() or [("", 0)]
     if not others or 2 * number <= len(records):
         return ""
-    odd = [str(rank) for rank, call in calls.items() if call != usual]
-    return f" ({'rank' if len(odd) == 1 else 'ranks'} {', '.join(odd)} not as the others)"
+    odd = [rank for rank, call in calls.items() if call != usual]
+    return f" ({_ranks(odd)} not as the others)"
 
 
 def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], stopped: Sequence[int], where: str) -> str:
     record = records[subject]
     whose = "" if subject == rank else f" on rank {subject}"
     text = f"the timeout of {record.timeout_s:g} s is over{whose}{_stopped_text(stopped)}"
-    late = [str(r) for r, other in enumerate(records) if other.sequence < record.sequence]
+    late = [r for r, other in enumerate(records) if other.sequence < record.sequence]
     if late:
-        who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
-        return f"{text}: {who} not arrived at collective number {record.sequence}\n{where}"
+        has = "has" if len(late) == 1 else "have"
+        return f"{text}: {_ranks(late)} {has} not arrived at collective number {record.sequence}\n{where}"
     return f"{text}: all ranks arrived, but the data did not come through in time\n{where}"
 
 
 def _stopped_text(stopped: Sequence[int]) -> str:
     if not stopped:
         return ""
-    who = f"rank {stopped[0]} is" if len(stopped) == 1 else f"ranks {', '.join(map(str, stopped))} are"
-    return f"; the process of {who} stopped (by SIGSTOP or a debugger)"
+    is_ = "is" if len(stopped) == 1 else "are"
+    return f"; the process of {_ranks(stopped)} {is_} stopped (by SIGSTOP or a debugger)"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _message_mismatch_text(dst: int, message: MessageRecord, job_ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,7 @@ class Runner:
             timeout_s,
         )
 
-        def finish(receipt: Receipt, _source: Buffer | None = source) -> Any:
-            """Deliver. As it holds both buffers, they live for as long as the call may use them."""
+        def finish(receipt: Receipt) -> Any:
             status, subject = receipt
             if status != Abort.NONE:
                 raise self._error_of(status, subject, call)
@@ -369,7 +369,9 @@ class Runner:
                 self.close()
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Let the other ranks know that this one refuses a call of that name, and why."""
+        """See `Communicator.refuse`."""
+        if isinstance(error, CommunicationError):
+            return  # the call was begun
         if self._process != os.getpid() or self.aborted:
             return  # after an abort, what ranks say of themselves stays as it is
         lines = str(error).splitlines() or [type(error).__name__]
@@ -538,6 +540,7 @@ def _is_stopped(process: int) -> bool:
     return status.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
 
+@lru_cache(maxsize=1)
 def _memory_bytes() -> int:
     """That this process may use: of the machine or, if that is less, of its control group."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -113,7 +113,7 @@ def _serve(server: socket.socket) -> None:
         except OSError:  # closed in a child, or there is no descriptor left
             if server.fileno() < 0:
                 return
-            threading.Event().wait(1.0)
+            time.sleep(1.0)
             continue
         with client, contextlib.suppress(OSError):
             client.settimeout(_LONGEST_SEND_S)

@@ -54,7 +54,7 @@ class Work:
         self._native: _native.Work | _native.Message | None = None
         self._finish: Callable[[Receipt], Any] | None = finish
         self._describe = describe
-        self.buffers = buffers  # that the call uses, until it is settled
+        self.buffers = buffers  # that the call uses: they live for as long as it may, until it is settled
         self._tell = tell  # called once the user has been told of an error
         self._result: Any = None
         self._error: BaseException | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import profiler
 
-from farandole.errors import ArgumentError, CommunicationError
+from farandole.errors import ArgumentError
 from farandole.torch_backend.works import Handle
 
 __all__ = ["entry", "message_entry"]
@@ -65,7 +65,7 @@ def entry(call: str, kind: type, num_data: int, *names: str, takes_lists: bool =
                     return _profiled(call, method, self, arguments)
                 return method(self, *arguments)
             except Exception as error:
-                _tell(self, call, error)
+                self.communicator.refuse(call, error)
                 raise
 
         return enter  # type: ignore[return-value]
@@ -87,18 +87,12 @@ def message_entry(call: str) -> Callable[[_Method], _Method]:
                 run = functools.partial(method, **named)
                 return _profiled(call, run, self, arguments) if profiler._is_profiler_enabled else run(self, *arguments)
             except Exception as error:
-                _tell(self, call, error)
+                self.communicator.refuse(call, error)
                 raise
 
         return enter  # type: ignore[return-value]
 
     return decorate
-
-
-def _tell(group: Any, call: str, error: Exception) -> None:
-    """Let the other ranks know of a call that has not even begun."""
-    if not isinstance(error, CommunicationError):
-        group.communicator.refuse(call, error)
 
 
 def _profiled(call: str, method: Callable[..., Any], group: Any, arguments: tuple[Any, ...]) -> Any:

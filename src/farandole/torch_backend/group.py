@@ -253,9 +253,8 @@ class ProcessGroup(dist.ProcessGroup):
         if tensor.is_sparse:
             return self._sparse_allreduce(tensor, opts)
         op = name_of_op(opts.reduceOp.op)
-        if (
-            not opts.asyncOp and op is not None and tensor.grad_fn is None and tensor.dtype in OWN_DTYPES
-        ):  # the fast way
+        is_plain = tensor.grad_fn is None and tensor.dtype in OWN_DTYPES
+        if op is not None and is_plain and not opts.asyncOp:  # the fast way
             self.communicator.all_reduce(tensor, op, timeout=seconds_of(opts.timeout))
             return self._done
         return self._run(opts, self._allreduce(tensor, opts))
