@@ -587,7 +587,7 @@ class Communicator:
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
             return self._exchange("split", numbers)
 
-        membership = self._membership.split(ranks, exchange)
+        membership = self._membership.split(ranks, exchange, self.timeout_s, self._runner.require_going)
         if membership is None:
             return None
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
