@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from farandole.errors import ArgumentError
 
 __all__ = [
     "SHIPPED",
+    "WIRE",
     "Calibration",
     "calibration_file",
     "calibration_in_use",
@@ -42,6 +43,10 @@ _FIELDS: dict[str, Any] = {
     "source": str,
 }
 
+WIRE = Link(latency_s=1e-5, bandwidth_bytes_per_s=1.25e9, reduce_bytes_per_s=4.5e10, step_s=4e-5)
+"""Between hosts unless said otherwise: 10 Gbit/s; a message costs a rank 10 us, and arrives 40 us later. The bytes that
+come from there are added up as fast as those in memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -57,6 +62,7 @@ class Calibration:
         cache_bytes: of the last-level cache.
         cores: that the ranks may use.
         source: where the figures come from.
+        wire: between hosts; not measured by ``farandole calibrate``.
 
     Raises:
         ArgumentError: a figure is of another type, or not positive.
@@ -71,23 +77,26 @@ class Calibration:
     cache_bytes: int
     cores: int
     source: str
+    wire: Link = WIRE
 
     def __post_init__(self) -> None:
         for field, kind in _FIELDS.items():
             value: Any = getattr(self, field)
             if type(value) is not kind or (kind is not str and not 0 < value < math.inf):
                 raise ArgumentError(f"calibration: {field} is {value!r}; it must be a {kind.__name__}, and positive")
+        if type(self.wire) is not Link or self.wire.cores is not None:
+            raise ArgumentError(f"calibration: wire is {self.wire!r}; it must be a Link without cores")
 
     @classmethod
     def from_fields(cls, fields: Any) -> Calibration:
-        """From what `asdict` and JSON made of one.
+        """From what `asdict` and JSON made of one; one without a wire, as files of before have none, gets `WIRE`.
 
         Raises:
             ArgumentError: that is not what ``fields`` is.
         """
-        if not isinstance(fields, dict) or fields.keys() != _FIELDS.keys():
-            raise ArgumentError(f"a calibration has the fields {', '.join(_FIELDS)}; this is {fields!r}")
-        return cls(**fields)
+        if not isinstance(fields, dict) or fields.keys() - {"wire"} != _FIELDS.keys():
+            raise ArgumentError(f"a calibration has the fields {', '.join(_FIELDS)} and wire; this is {fields!r}")
+        return cls(**fields | {"wire": _wire_from_fields(fields.get("wire", asdict(WIRE)))})
 
     def link(self, world_size: int, nbytes: int) -> Link:
         """Between ``world_size`` ranks that work on buffers of ``nbytes`` bytes each, one to read and one to write."""
@@ -100,6 +109,15 @@ class Calibration:
             step_s=self.step_s if world_size <= self.cores else self.turn_s * world_size / self.cores,
             cores=self.cores,
         )
+
+
+def _wire_from_fields(fields: Any) -> Link:
+    known = asdict(WIRE)
+    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != {
+        name: type(value) for name, value in known.items()
+    }:
+        raise ArgumentError(f"the wire of a calibration has fields like {known}; this is {fields!r}")
+    return Link(**fields)
 
 
 SHIPPED = Calibration(

@@ -26,6 +26,7 @@ from farandole.plans import bind, sent_elements
 from farandole.program import Local, Place, Program, Region
 from farandole.program_verifier import verify_programs
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 from farandole.verifier import Interpretation, verify
 
 __all__ = ["Algorithm", "Call", "CallTable", "CollectiveStats", "Signature", "prove"]
@@ -107,14 +108,18 @@ class Proof(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def prove(schedule: Schedule) -> Proof:
+def prove(schedule: Schedule, *, shared: bool = True) -> Proof:
     """Prove ``schedule`` and the programs it is lowered to.
+
+    Args:
+        schedule: what is to be run.
+        shared: whether there are shared channels, which all ranks of one host can read.
 
     Raises:
         VerificationError: with the first counterexample.
     """
     interpretation = verify(schedule)
-    programs = lower(interpretation)
+    programs = lower(interpretation, shared=shared)
     verify_programs(programs, interpretation)
     return Proof(interpretation, programs)
 
@@ -127,6 +132,7 @@ class CallTable:
     world_size: int
     max_segment_bytes: int
     calibration: Calibration
+    topology: Topology | None = None
     tallies: dict[tuple[str, str], _native.Tally] = field(default_factory=dict)
     _calls: OrderedDict[Signature, Call] = field(default_factory=OrderedDict)
 
@@ -152,7 +158,7 @@ class CallTable:
     def _settle(self, signature: Signature) -> Call:
         payload_bytes = sum(signature.counts) * signature.dtype.itemsize
         schedule = self._schedule(signature, payload_bytes)
-        proof = prove(schedule)
+        proof = prove(schedule, shared=self.topology is None or self.topology.is_one_host)
         program = proof.programs[self.rank]
         if signature.collective == "all_to_all":
             _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)
@@ -202,10 +208,11 @@ class CallTable:
         if algorithm is None and arriving is not None and len({*signature.counts, *arriving}) > 1:
             algorithm = "direct"  # which takes any counts; each rank sees other sizes, and might choose another
         if algorithm is None:
-            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration, signature.dtype.name)
+            dtype = signature.dtype.name
+            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration, dtype, self.topology)
         if isinstance(algorithm, str):
             _require_known(collective, algorithm)
-            return selector.named_schedule(collective, algorithm, world_size, signature.root)
+            return selector.named_schedule(collective, algorithm, world_size, signature.root, self.topology)
         schedule = algorithm if isinstance(algorithm, Schedule) else algorithm(world_size)
         if not isinstance(schedule, Schedule):
             raise ArgumentError(f"algorithm returned a {type(schedule).__name__}; it must return a Schedule")

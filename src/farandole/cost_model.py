@@ -16,6 +16,16 @@ per byte (``1 / bandwidth_bytes_per_s``); gamma, the time per byte that is added
   that, as it is added up in one pass with what arrives.
 * **No contention.** Every pair of ranks has a link of its own; the simulator knows better.
 
+With several hosts (`farandole.topology`) a link is the memory of one host, shared by its ranks alone, and what goes to
+another host crosses a *wire*:
+
+* **One wire per host.** All that leaves a host in a step shares the bandwidth of its wire, and so does, in the other
+  direction, all that enters. Messages cost a rank their latency, as on any wire; but as it is a core that sends and
+  receives them, no more ranks do so at a time than there are cores.
+* **Nothing is put once for all.** What several ranks read is put there, or sent, once for each.
+* **A host first moves and adds up, then speaks with others.** So a step takes it the sum of both; each of the two, if
+  there is any of it, has its own ``step_s``.
+
 The engine overlaps steps and pipelines within them, so for long vectors it can be faster than this.
 
 Sizes are exact: the ``nbytes`` of the whole buffer, S, are cut into chunks as equal as possible, in whole bytes (or
@@ -33,10 +43,13 @@ import numpy.typing as npt
 
 from farandole.errors import ArgumentError, MalformedScheduleError
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 
 __all__ = ["BUS_FACTORS", "Bound", "Cost", "Link", "bus_factor", "chunk_bytes", "lower_bound", "price"]
 
 Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
+Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,89 +157,190 @@ def chunk_bytes(schedule: Schedule, nbytes: int, *, item_bytes: int = 1) -> Inte
     return sizes * item_bytes
 
 
-def price(schedule: Schedule, nbytes: int, link: Link, *, item_bytes: int = 1) -> Cost:
+def price(
+    schedule: Schedule,
+    nbytes: int,
+    link: Link,
+    *,
+    item_bytes: int = 1,
+    topology: Topology | None = None,
+    wire: Link | None = None,
+) -> Cost:
     """What ``schedule`` costs on a buffer of ``nbytes`` bytes.
 
     Args:
         schedule: a schedule that `farandole.verifier.verify` accepts.
         nbytes: size of the whole buffer, S.
-        link: between any two ranks.
+        link: between any two ranks of a host.
         item_bytes: size of an element; chunks are cut between elements.
+        topology: which ranks share a host; None if all do.
+        wire: between hosts, where there are several. Its bandwidth is that of a host, each way.
 
     Raises:
-        ArgumentError: a size that `chunk_bytes` refuses.
+        ArgumentError: a size that `chunk_bytes` refuses, or a topology of other ranks or without a wire.
         MalformedScheduleError: the schedule reads a scratch slot that nothing was put into.
     """
     sizes = chunk_bytes(schedule, nbytes, item_bytes=item_bytes)[_chunk_of_each_transfer(schedule)]
-    num_ranks = schedule.world_size
-    src, src_slot, dst = (schedule.column(name).astype(np.int64) for name in ("src", "src_slot", "dst"))
-    reduces = schedule.column("reduce") == 1
-    travels = src != dst
-    step = _numbered(schedule.column("step"))
-
-    # A cell is one rank in one step. A rank that both sends and receives in a step does so in one and the same cell.
-    cells, index = np.unique(np.concatenate([step * num_ranks + src, step * num_ranks + dst]), return_inverse=True)
-    sender, receiver = np.split(index, 2)
-    first_of_message = _first_of_each(((step * num_ranks + src) * num_ranks + dst)[travels])
-
-    def per_cell(where: Integers, amounts: Integers) -> Integers:
-        total = np.zeros(len(cells), dtype=np.int64)
-        np.add.at(total, where, amounts)
-        return total
-
-    ones = np.ones(len(first_of_message), dtype=np.int64)
-    messages_sent = per_cell(sender[travels][first_of_message], ones)
-    messages_received = per_cell(receiver[travels][first_of_message], ones)
-    sent = per_cell(sender[travels], sizes[travels])
-    received = per_cell(receiver[travels], sizes[travels])
-    reduced = per_cell(receiver[reduces], sizes[reduces])
-    if link.cores is not None:
-        put = travels.copy()
-        put[travels] = _is_put(((step * num_ranks + src) * schedule.num_slots + src_slot)[travels], num_ranks - 1)
-        each = np.ones(len(put), dtype=np.int64)
-        putting_s = per_cell(sender[put], each[put]) * link.latency_s
-        putting_s += per_cell(sender[put], sizes[put]) / link.bandwidth_bytes_per_s
-        taken = travels & ~reduces
-        taking_s = per_cell(receiver[travels], each[travels]) * link.latency_s
-        taking_s += per_cell(receiver[taken], sizes[taken]) / link.bandwidth_bytes_per_s
-        moving_s = putting_s + taking_s
+    traffic = _Traffic(schedule, sizes)
+    if topology is None or topology.is_one_host:
+        seconds = _seconds_on_one_host(traffic, link)
     else:
-        sending_s = messages_sent * link.latency_s + sent / link.bandwidth_bytes_per_s
-        receiving_s = messages_received * link.latency_s + received / link.bandwidth_bytes_per_s
-        moving_s = np.maximum(sending_s, receiving_s)
-    starts = _first_of_each(cells // num_ranks)
-    rounds = len(np.unique(step[travels]))
-    added = reduced if link.cores is None else per_cell(receiver[reduces & travels], sizes[reduces & travels])
-    busy_s = moving_s + added / link.reduce_bytes_per_s
-
-    def per_rank(amounts: Integers) -> tuple[int, ...]:
-        total = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(total, cells % num_ranks, amounts)
-        return tuple(total.tolist())
-
-    seconds = rounds * link.step_s
-    if len(cells):
-        longest_s = np.maximum.reduceat(busy_s, starts)
-        if link.cores is not None:
-            longest_s = np.maximum(longest_s, np.add.reduceat(busy_s, starts) / link.cores)
-        seconds += float(longest_s.sum())
+        seconds = _seconds_on_hosts(traffic, link, *_matching(schedule, topology, wire))
     return Cost(
-        rounds=rounds,
-        messages_sent=per_rank(messages_sent),
-        bytes_sent=per_rank(sent),
-        bytes_received=per_rank(received),
-        bytes_reduced=per_rank(reduced),
+        rounds=traffic.num_rounds(traffic.travels),
+        messages_sent=traffic.per_rank(traffic.messages(traffic.sender, traffic.travels)),
+        bytes_sent=traffic.per_rank(traffic.bytes(traffic.sender, traffic.travels)),
+        bytes_received=traffic.per_rank(traffic.bytes(traffic.receiver, traffic.travels)),
+        bytes_reduced=traffic.per_rank(traffic.bytes(traffic.receiver, traffic.reduces)),
         seconds=seconds,
     )
 
 
-def _is_put(published: Integers, num_others: int) -> npt.NDArray[np.bool_]:
+def _matching(schedule: Schedule, topology: Topology, wire: Link | None) -> tuple[Topology, Link]:
+    if topology.world_size != schedule.world_size:
+        raise ArgumentError(
+            f"the topology {topology} has {topology.world_size} ranks, the schedule {schedule.world_size}; give one of "
+            f"as many"
+        )
+    if wire is None or wire.cores is not None:
+        raise ArgumentError(f"wire is {wire}; between the {topology.num_hosts} hosts give a Link without cores")
+    return topology, wire
+
+
+class _Traffic:
+    """The transfers of a schedule, by *cell*: one rank in one step, in which it may both send and receive. All arrays
+    have an entry per transfer, but for ``cells``.
+
+    Attributes:
+        sizes: bytes.
+        travels: whether it goes to another rank.
+        reduces: whether it is added to something.
+        sender, receiver: the cells, as indices of ``cells``.
+        cells: step, counted without gaps, times the number of ranks, plus rank; in order.
+    """
+
+    def __init__(self, schedule: Schedule, sizes: Integers) -> None:
+        self.num_ranks = schedule.world_size
+        self.sizes = sizes
+        self.src, src_slot, self.dst = (schedule.column(name).astype(np.int64) for name in ("src", "src_slot", "dst"))
+        self.travels = self.src != self.dst
+        self.reduces = schedule.column("reduce") == 1
+        self._step = _numbered(schedule.column("step"))
+        sending = self._step * self.num_ranks + self.src
+        receiving = self._step * self.num_ranks + self.dst
+        self.cells, index = np.unique(np.concatenate([sending, receiving]), return_inverse=True)
+        self.sender, self.receiver = np.split(index, 2)
+        self._message = sending * self.num_ranks + self.dst
+        self._published = sending * schedule.num_slots + src_slot
+
+    def bytes(self, end: Integers, where: Booleans) -> Integers:
+        """Per cell, the bytes of the transfers ``where`` whose ``end`` it is: `sender` or `receiver`."""
+        return self._per_cell(end[where], self.sizes[where])
+
+    def chunks(self, end: Integers, where: Booleans) -> Integers:
+        """Per cell, how many such transfers there are."""
+        return self._per_cell(end[where], np.ones(int(where.sum()), dtype=np.int64))
+
+    def messages(self, end: Integers, where: Booleans) -> Integers:
+        """Per cell, how many messages they make: all that goes from one rank to another in a step is one."""
+        first = np.zeros(len(where), dtype=bool)
+        first[np.flatnonzero(where)[_first_of_each(self._message[where])]] = True
+        return self.chunks(end, first)
+
+    def put(self, where: Booleans, *, shared: bool) -> Booleans:
+        """Which of the transfers ``where`` have to be put into memory; ``shared`` if what all read is put once."""
+        put: Booleans = where.copy()
+        if shared:
+            put[where] = _is_put(self._published[where], self.num_ranks - 1)
+        return put
+
+    def num_rounds(self, where: Booleans) -> int:
+        """Steps in which there is such a transfer."""
+        return len(np.unique(self._step[where]))
+
+    def per_rank(self, amounts: Integers) -> tuple[int, ...]:
+        """The sums over all steps."""
+        total = np.zeros(self.num_ranks, dtype=np.int64)
+        np.add.at(total, self.cells % self.num_ranks, amounts)
+        return tuple(total.tolist())
+
+    def _per_cell(self, where: Integers, amounts: Integers) -> Integers:
+        total = np.zeros(len(self.cells), dtype=np.int64)
+        np.add.at(total, where, amounts)
+        return total
+
+
+def _seconds_on_one_host(traffic: _Traffic, link: Link) -> float:
+    added = traffic.reduces if link.cores is None else traffic.reduces & traffic.travels
+    busy_s = _moving_s(traffic, link, traffic.travels, shared=True)
+    busy_s = busy_s + traffic.bytes(traffic.receiver, added) / link.reduce_bytes_per_s
+    seconds = traffic.num_rounds(traffic.travels) * link.step_s
+    if len(traffic.cells):
+        starts = _first_of_each(traffic.cells // traffic.num_ranks)
+        longest_s = np.maximum.reduceat(busy_s, starts)
+        if link.cores is not None:
+            longest_s = np.maximum(longest_s, np.add.reduceat(busy_s, starts) / link.cores)
+        seconds += float(longest_s.sum())
+    return seconds
+
+
+def _seconds_on_hosts(traffic: _Traffic, link: Link, topology: Topology, wire: Link) -> float:
+    host_of = np.array(topology.host_of)
+    crosses = host_of[traffic.src] != host_of[traffic.dst]
+    stays = traffic.travels & ~crosses
+    added = traffic.reduces & ~crosses if link.cores is None else traffic.reduces & stays
+    busy_s = _moving_s(traffic, link, stays, shared=False)
+    busy_s = busy_s + traffic.bytes(traffic.receiver, added) / link.reduce_bytes_per_s
+    busy_s += traffic.bytes(traffic.receiver, traffic.reduces & crosses) / wire.reduce_bytes_per_s
+
+    steps, ranks = np.divmod(traffic.cells, traffic.num_ranks)
+    hosts, of_cell = np.unique(steps * topology.num_hosts + host_of[ranks], return_inverse=True)  # in each step
+
+    def per_host(combine: np.ufunc, amounts: Seconds | Integers) -> Seconds:
+        total = np.zeros(len(hosts))
+        combine.at(total, of_cell, amounts)
+        return total
+
+    def by_cores(amounts_s: Seconds) -> Seconds:
+        longest_s = per_host(np.maximum, amounts_s)
+        return longest_s if link.cores is None else np.maximum(longest_s, per_host(np.add, amounts_s) / link.cores)
+
+    inside_s = by_cores(busy_s)
+    ways_s = [
+        by_cores(wire.latency_s * traffic.messages(end, crosses).astype(np.float64))
+        + per_host(np.add, traffic.bytes(end, crosses)) / wire.bandwidth_bytes_per_s
+        for end in (traffic.sender, traffic.receiver)
+    ]
+    longest_s = np.zeros(int(steps[-1]) + 1 if len(steps) else 0)
+    np.maximum.at(longest_s, hosts // topology.num_hosts, inside_s + np.maximum(*ways_s))
+    waits_s = traffic.num_rounds(stays) * link.step_s + traffic.num_rounds(crosses) * wire.step_s
+    return waits_s + float(longest_s.sum())
+
+
+def _moving_s(traffic: _Traffic, link: Link, where: Booleans, *, shared: bool) -> Seconds:
+    """Per cell, what it takes to move the transfers ``where`` over ``link``."""
+    ends = (traffic.sender, traffic.receiver)
+    if link.cores is None:
+        sending_s, receiving_s = (
+            traffic.messages(end, where) * link.latency_s + traffic.bytes(end, where) / link.bandwidth_bytes_per_s
+            for end in ends
+        )
+        return np.maximum(sending_s, receiving_s)
+    put, taken = traffic.put(where, shared=shared), where & ~traffic.reduces
+    putting_s = traffic.chunks(traffic.sender, put) * link.latency_s
+    putting_s = putting_s + traffic.bytes(traffic.sender, put) / link.bandwidth_bytes_per_s
+    taking_s = traffic.chunks(traffic.receiver, where) * link.latency_s
+    taking_s = taking_s + traffic.bytes(traffic.receiver, taken) / link.bandwidth_bytes_per_s
+    return putting_s + taking_s
+
+
+def _is_put(published: Integers, num_others: int) -> Booleans:
     """Of transfers that each read a certain (step, rank, slot): whether it has to be put there, as it is not yet.
 
     What all others read is put once, anything else once for each reader.
     """
     _, first, of_transfer, readers = np.unique(published, return_index=True, return_inverse=True, return_counts=True)
-    is_put: npt.NDArray[np.bool_] = readers[of_transfer] != num_others
+    is_put: Booleans = readers[of_transfer] != num_others
     is_put[first] = True
     return is_put
 

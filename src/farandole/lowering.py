@@ -11,7 +11,7 @@ The rules, one per step of the schedule, for each rank:
 Order on a channel must be the same at both ends. A reader takes publications in the order of its combinations: by
 step, then by their first transfer. A writer therefore publishes in the order of its *readers'* combinations. For
 shared channels all readers must agree on that order; where they do not, that step falls back to a publication per
-reader.
+reader. Between hosts there are no shared channels at all.
 
 What must wait for what follows from the places: a read waits for the last write, a write waits for the last write and
 for all reads since. Which publications may travel mapped follows from that (`farandole.program_verifier.with_mapped`).
@@ -34,11 +34,12 @@ EVERYONE = -1
 """The reader of a publication that all other ranks read."""
 
 
-def lower(interpretation: Interpretation) -> tuple[Program, ...]:
+def lower(interpretation: Interpretation, *, shared: bool = True) -> tuple[Program, ...]:
     """The programs of all ranks, from the execution that proved the schedule.
 
     Args:
         interpretation: what `farandole.verifier.verify` returned.
+        shared: whether there are shared channels, which all ranks of one host can read.
 
     Returns:
         A program per rank, indexed by rank.
@@ -48,20 +49,20 @@ def lower(interpretation: Interpretation) -> tuple[Program, ...]:
     rows = schedule.rows.tolist()
     position = _arrival_positions(interpretation)
     for assignments in _by_step(interpretation.assignments):
-        shared = _shared_sources(schedule, rows, assignments)
+        once_for_all = _shared_sources(schedule, rows, assignments) if shared else set()
         publications = [
             (position[index], index) for a in assignments for index in a.transfers if rows[index][1] != rows[index][3]
         ]
         published: set[tuple[int, int]] = set()
         for _, index in sorted(publications):
             _, src, slot, dst, _, _ = rows[index]
-            if (src, slot) not in shared:
+            if (src, slot) not in once_for_all:
                 builders[src].publish(slot, interpretation.sent[index], dst)
             elif (src, slot) not in published:
                 published.add((src, slot))
                 builders[src].publish(slot, interpretation.sent[index], EVERYONE)
         for assignment in assignments:
-            builders[assignment.rank].combine(assignment, rows, shared)
+            builders[assignment.rank].combine(assignment, rows, once_for_all)
     return with_mapped(tuple(builder.finish() for builder in builders))
 
 

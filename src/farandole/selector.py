@@ -1,11 +1,13 @@
 """Which algorithm a collective uses when the caller names none: the one that the cost model says is fastest.
 
-All algorithms of the collective are priced on the link that the ranks have between them (`farandole.calibration`);
-16-bit floats are reduced by those alone that fold all contributions at once, and so round once. Of those within
-`TOLERANCE` of the fastest, which the model cannot tell apart, one that sends and adds up the fewest bytes is chosen,
-give or take as much; of several such one of the fewest steps, and then the last in `farandole.algorithms.ALGORITHMS`.
-So the choice is a function of collective, world size, bytes, dtype and calibration, and all ranks of a communicator
-choose the same: they have rank 0's calibration, and a hash of the schedule is in each message.
+All algorithms of the collective are priced on the links that the ranks have between them (`farandole.calibration`);
+those that know hosts only where there are several, and several ranks on one. 16-bit floats are reduced by those alone
+that fold all contributions at once, and so round once. Of those within `TOLERANCE` of the fastest, which the model
+cannot tell apart, one that sends and adds up the fewest bytes is chosen, give or take as much; of several such one of
+the fewest steps, and then the last in `farandole.algorithms.ALGORITHMS`.
+
+So the choice is a function of collective, world size, bytes, dtype, calibration and topology, and all ranks of a
+communicator choose the same: they have rank 0's calibration, and a hash of the schedule is in each message.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from farandole.cost_model import price
 from farandole.dtypes import dtype_named
 from farandole.errors import ArgumentError
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 
 __all__ = ["TOLERANCE", "Candidate", "Explanation", "choose", "explain", "named_schedule"]
 
@@ -60,6 +63,7 @@ class Explanation:
         reason: in a sentence.
         candidates: all algorithms of the collective, the fastest first.
         calibration: where the figures come from that the prediction is made with.
+        num_hosts: that the ranks are on.
     """
 
     collective: str
@@ -69,11 +73,17 @@ class Explanation:
     reason: str
     candidates: tuple[Candidate, ...]
     calibration: str
+    num_hosts: int = 1
+
+    @property
+    def ranks(self) -> str:
+        """How many, and on how many hosts if there are several, in words."""
+        return f"{self.world_size} ranks" + (f" on {self.num_hosts} hosts" if self.num_hosts > 1 else "")
 
     def __str__(self) -> str:
         width = max(len(candidate.algorithm) for candidate in self.candidates)
         lines = [
-            f"{self.collective} of {self.nbytes:,} bytes on {self.world_size} ranks: {self.chosen}, {self.reason}",
+            f"{self.collective} of {self.nbytes:,} bytes on {self.ranks}: {self.chosen}, {self.reason}",
             f"  {'algorithm'.ljust(max(width, 9))}  predicted us  steps  sent by the busiest rank (bytes)",
         ]
         for one in self.candidates:
@@ -85,17 +95,29 @@ class Explanation:
         return "\n".join([*lines, f"calibration: {self.calibration}"])
 
 
-def choose(collective: str, world_size: int, nbytes: int, calibration: Calibration, dtype: str = "float32") -> str:
+def choose(
+    collective: str,
+    world_size: int,
+    nbytes: int,
+    calibration: Calibration,
+    dtype: str = "float32",
+    topology: Topology | None = None,
+) -> str:
     """The name of the algorithm for ``nbytes`` bytes of the whole buffer.
 
     Raises:
         ArgumentError: there is no such collective.
     """
-    return explain(collective, world_size, nbytes, calibration, dtype).chosen
+    return explain(collective, world_size, nbytes, calibration, dtype, topology).chosen
 
 
 def explain(
-    collective: str, world_size: int, nbytes: int, calibration: Calibration, dtype: str = "float32"
+    collective: str,
+    world_size: int,
+    nbytes: int,
+    calibration: Calibration,
+    dtype: str = "float32",
+    topology: Topology | None = None,
 ) -> Explanation:
     """The candidates with what they would cost, the choice, and why.
 
@@ -107,9 +129,10 @@ def explain(
         nbytes: bytes of the whole buffer, S >= 0.
         calibration: what communication costs here.
         dtype: of the elements. 16-bit floats are reduced by the algorithms alone that round sums once.
+        topology: which ranks share a host; None if all do.
 
     Raises:
-        ArgumentError: no such collective or dtype, or a number out of range.
+        ArgumentError: no such collective or dtype, a number out of range, or a topology of other ranks.
     """
     if collective not in algorithms.ALGORITHMS:
         raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
@@ -117,20 +140,27 @@ def explain(
         raise ArgumentError(
             f"world_size is {world_size} and nbytes is {nbytes!r}; they must be whole numbers >= 1 and >= 0"
         )
+    topology = topology or Topology.one_host(world_size)
+    if topology.world_size != world_size:
+        raise ArgumentError(f"the topology {topology} has {topology.world_size} ranks, but world_size is {world_size}")
     nbytes = int(nbytes)
     rounds_once = dtype_named(dtype).name in _ROUNDED and is_reducing(collective) and collective != "barrier"
     unit = 1 << max(0, nbytes.bit_length() - 3)
-    explanation = _explain(collective, world_size, -(-nbytes // unit) * unit, calibration, rounds_once)
+    explanation = _explain(collective, topology, -(-nbytes // unit) * unit, calibration, rounds_once)
     return replace(explanation, nbytes=nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibration, rounds_once: bool) -> Explanation:
-    link = calibration.link(world_size, nbytes)
+def _explain(
+    collective: str, topology: Topology, nbytes: int, calibration: Calibration, rounds_once: bool
+) -> Explanation:
+    world_size = topology.world_size
+    link = calibration.link(topology.most_ranks_on_a_host, nbytes)
     candidates = []
-    names = [name for name in algorithms.names(collective) if not rounds_once or name in algorithms.ROUND_ONCE]
+    names = [name for name in _names(collective, topology) if not rounds_once or name in algorithms.ROUND_ONCE]
     for name in names:
-        cost = price(named_schedule(collective, name, world_size), nbytes, link)
+        schedule = named_schedule(collective, name, world_size, topology=topology)
+        cost = price(schedule, nbytes, link, topology=topology, wire=calibration.wire)
         candidates.append(Candidate(name, cost.seconds, cost.rounds, cost.max_bytes_sent, cost.max_bytes_reduced))
     candidates.sort(key=lambda candidate: candidate.seconds)
     fastest = candidates[0]
@@ -151,14 +181,35 @@ def _explain(collective: str, world_size: int, nbytes: int, calibration: Calibra
         reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does {TOLERANCE:.0%} less"
     if rounds_once:
         reason += ", of those that round sums of 16-bit floats once"
-    return Explanation(collective, world_size, nbytes, chosen.algorithm, reason, tuple(candidates), calibration.source)
+    return Explanation(
+        collective,
+        world_size,
+        nbytes,
+        chosen.algorithm,
+        reason,
+        tuple(candidates),
+        calibration.source,
+        topology.num_hosts,
+    )
+
+
+def _names(collective: str, topology: Topology) -> list[str]:
+    """The algorithms that there is a choice of: those that know hosts add nothing where a host is all, or a rank."""
+    knows_hosts = 1 < topology.num_hosts < topology.world_size
+    return [name for name in algorithms.names(collective) if knows_hosts or name not in algorithms.HIERARCHICAL]
 
 
 def _work(candidate: Candidate) -> int:
     return candidate.max_bytes_sent + candidate.max_bytes_reduced
 
 
-@lru_cache(maxsize=512)
-def named_schedule(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:
+def named_schedule(
+    collective: str, name: str, world_size: int, root: int = 0, topology: Topology | None = None
+) -> Schedule:
     """As `farandole.algorithms.build`; kept."""
-    return algorithms.build(collective, name, world_size, root)
+    return _kept_schedule(collective, name, world_size, root, topology if name in algorithms.HIERARCHICAL else None)
+
+
+@lru_cache(maxsize=512)
+def _kept_schedule(collective: str, name: str, world_size: int, root: int, topology: Topology | None) -> Schedule:
+    return algorithms.build(collective, name, world_size, root, topology)

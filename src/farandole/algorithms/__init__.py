@@ -1,7 +1,8 @@
 """Every algorithm, by collective and name.
 
 An algorithm is a pure function from a world size (and a root, where the collective has one) to a `Schedule`. There is
-one file per family; this table is the only list of them. All work for any world size from 1 on.
+one file per family; this table is the only list of them. All work for any world size from 1 on. Those in `HIERARCHICAL`
+take a `Topology` in place of the world size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from farandole.algorithms import (
     direct,
     double_tree,
     halving_doubling,
+    hierarchical,
     naive,
     ring,
     tree,
@@ -23,8 +25,19 @@ from farandole.algorithms import (
 from farandole.algorithms.composition import IDENTITIES, compose
 from farandole.errors import MalformedScheduleError
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 
-__all__ = ["ALGORITHMS", "IDENTITIES", "ROOTED", "ROUND_ONCE", "build", "closed_form", "compose", "names"]
+__all__ = [
+    "ALGORITHMS",
+    "HIERARCHICAL",
+    "IDENTITIES",
+    "ROOTED",
+    "ROUND_ONCE",
+    "build",
+    "closed_form",
+    "compose",
+    "names",
+]
 
 Builder = Callable[..., Schedule]
 
@@ -39,6 +52,11 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "circulant": circulant.all_reduce,
         "direct": direct.all_reduce,
         "one_shot": direct.one_shot,
+        "hierarchical": hierarchical.all_reduce,
+        "hierarchical_circulant": hierarchical.all_reduce_circulant,
+        "hierarchical_direct": hierarchical.all_reduce_direct,
+        "hierarchical_recursive_doubling": hierarchical.all_reduce_recursive_doubling,
+        "hierarchical_one_shot": hierarchical.all_reduce_one_shot,
     },
     "reduce_scatter": {
         "naive": naive.reduce_scatter,
@@ -46,6 +64,9 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "halving_doubling": halving_doubling.reduce_scatter,
         "circulant": circulant.reduce_scatter,
         "direct": direct.reduce_scatter,
+        "hierarchical": hierarchical.reduce_scatter,
+        "hierarchical_circulant": hierarchical.reduce_scatter_circulant,
+        "hierarchical_direct": hierarchical.reduce_scatter_direct,
     },
     "all_gather": {
         "naive": naive.all_gather,
@@ -54,6 +75,9 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "circulant": circulant.all_gather,
         "bruck": bruck.all_gather,
         "direct": direct.all_gather,
+        "hierarchical": hierarchical.all_gather,
+        "hierarchical_circulant": hierarchical.all_gather_circulant,
+        "hierarchical_direct": hierarchical.all_gather_direct,
     },
     "broadcast": {
         "naive": naive.broadcast,
@@ -61,6 +85,9 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "tree": tree.broadcast,
         "double_tree": double_tree.broadcast,
         "direct": direct.broadcast,
+        "hierarchical": hierarchical.broadcast,
+        "hierarchical_tree": hierarchical.broadcast_tree,
+        "hierarchical_direct": hierarchical.broadcast_direct,
     },
     "reduce": {
         "naive": naive.reduce,
@@ -68,6 +95,9 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "tree": tree.reduce,
         "double_tree": double_tree.reduce,
         "direct": direct.reduce,
+        "hierarchical": hierarchical.reduce,
+        "hierarchical_tree": hierarchical.reduce_tree,
+        "hierarchical_direct": hierarchical.reduce_direct,
     },
     "gather": {"naive": naive.gather, "tree": tree.gather, "direct": direct.gather},
     "scatter": {"naive": naive.scatter, "tree": tree.scatter, "direct": direct.scatter},
@@ -84,13 +114,24 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """The collectives whose builders take a root."""
 
+HIERARCHICAL = frozenset(
+    {
+        "hierarchical",
+        "hierarchical_circulant",
+        "hierarchical_direct",
+        "hierarchical_one_shot",
+        "hierarchical_recursive_doubling",
+        "hierarchical_tree",
+    }
+)
+"""The algorithms whose builders take a topology in place of a world size."""
 
 ROUND_ONCE = frozenset({"direct", "one_shot"})
 """The algorithms that fold all contributions to an element at once, whatever the number of ranks: sums of 16-bit floats
 are rounded once, and no partial sum overflows."""
 
 
-def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:
+def build(collective: str, name: str, world_size: int, root: int = 0, topology: Topology | None = None) -> Schedule:
     """The schedule of algorithm ``name`` for ``collective``.
 
     Args:
@@ -98,20 +139,25 @@ def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedul
         name: one of ``names(collective)``.
         world_size: number of ranks, N >= 1.
         root: for broadcast, reduce, gather and scatter; 0 for all others.
+        topology: for those in `HIERARCHICAL`, which ranks share a host; None if all do.
 
     Raises:
-        MalformedScheduleError: no such collective or algorithm, or it does not exist for this world size or root.
+        MalformedScheduleError: no such collective or algorithm, or it does not exist for this world size, root or
+            topology.
     """
     builder = _find(collective, name)
     if world_size < 1:
         raise MalformedScheduleError(f"world_size is {world_size}; it must be >= 1")
+    if topology is not None and topology.world_size != world_size:
+        raise MalformedScheduleError(
+            f"the topology {topology} has {topology.world_size} ranks, but world_size is {world_size}"
+        )
     if not 0 <= root < world_size:
         raise MalformedScheduleError(f"root is {root}, but the ranks are 0..{world_size - 1}")
-    if collective in ROOTED:
-        return builder(world_size, root)
-    if root:
+    if root and collective not in ROOTED:
         raise MalformedScheduleError(f"root is {root}, but {collective} has no root")
-    return builder(world_size)
+    ranks = (topology or Topology.one_host(world_size)) if name in HIERARCHICAL else world_size
+    return builder(ranks, root) if collective in ROOTED else builder(ranks)
 
 
 def names(collective: str) -> tuple[str, ...]:

@@ -23,8 +23,19 @@ import farandole
 from farandole.algorithms import ALGORITHMS, ROOTED, build, names
 from farandole.errors import ArgumentError, FarandoleError
 from farandole.schedule import UNNAMED, Schedule
+from farandole.topology import Topology
 
-__all__ = ["MAX_RANKS", "CollectiveOption", "RanksOption", "RootOption", "is_file", "load_algorithm", "schedules_of"]
+__all__ = [
+    "MAX_RANKS",
+    "CollectiveOption",
+    "HostsOption",
+    "RanksOption",
+    "RootOption",
+    "is_file",
+    "load_algorithm",
+    "schedules_of",
+    "topology_of",
+]
 
 MAX_RANKS = 1024
 """More take so many transfers that making and proving them would fill memory."""
@@ -32,6 +43,15 @@ MAX_RANKS = 1024
 _NUM_FRAMES = 5
 
 RanksOption = Annotated[int, typer.Option("-n", "--ranks", min=1, max=MAX_RANKS, metavar="N", help="Number of ranks.")]
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="HOSTS",
+        help="Where the ranks are, and how many: 2x4, 3+1, or 0,1,0,1.",
+        show_default="all on one",
+    ),
+]
 CollectiveOption = Annotated[
     str | None,
     typer.Option("-c", "--collective", metavar="NAME", help=f"Only this collective: {', '.join(ALGORITHMS)}."),
@@ -48,8 +68,32 @@ RootOption = Annotated[
 ]
 
 
+def topology_of(context: typer.Context, ranks: int, hosts: str | None) -> Topology:
+    """What --ranks and --hosts say together.
+
+    Raises:
+        ArgumentError: they do not agree, or there are too many ranks.
+    """
+    if hosts is None:
+        return Topology.one_host(ranks)
+    topology = Topology.parse(hosts)
+    source = context.get_parameter_source("ranks")
+    if source is not None and source.name != "DEFAULT" and ranks != topology.world_size:
+        raise ArgumentError(
+            f"--ranks is {ranks}, but --hosts {hosts} has {topology.world_size} ranks; give one of the two"
+        )
+    if topology.world_size > MAX_RANKS:
+        raise ArgumentError(f"--hosts {hosts} has {topology.world_size} ranks; at most {MAX_RANKS} are allowed")
+    return topology
+
+
 def schedules_of(
-    algorithm: str | None, world_size: int, *, collective: str | None = None, root: int | None = None
+    algorithm: str | None,
+    world_size: int,
+    *,
+    collective: str | None = None,
+    root: int | None = None,
+    topology: Topology | None = None,
 ) -> list[Schedule]:
     """The schedules that an ALGORITHM argument means, in the order of `ALGORITHMS`.
 
@@ -58,6 +102,7 @@ def schedules_of(
         world_size: number of ranks.
         collective: only this one; None takes all that have the algorithm.
         root: for the collectives that have one; None is rank 0.
+        topology: for the algorithms that know hosts; None if all ranks share one.
 
     Raises:
         ArgumentError: no such algorithm, file or function; or what the function returns is not the schedule asked for.
@@ -80,7 +125,7 @@ def schedules_of(
         if root and not any(c in ROOTED for c, _ in chosen):
             raise ArgumentError(f"root is {root}, but {algorithm} has a root in no collective")
     is_list = collective is None
-    return [build(c, name, world_size, 0 if is_list and c not in ROOTED else root or 0) for c, name in chosen]
+    return [build(c, name, world_size, 0 if is_list and c not in ROOTED else root or 0, topology) for c, name in chosen]
 
 
 def is_file(algorithm: str) -> bool:

@@ -8,9 +8,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from farandole.cli.algorithm_argument import CollectiveOption, RanksOption, RootOption, is_file, schedules_of
+from farandole.cli.algorithm_argument import (
+    CollectiveOption,
+    HostsOption,
+    RanksOption,
+    RootOption,
+    is_file,
+    schedules_of,
+    topology_of,
+)
 from farandole.errors import ArgumentError, VerificationError
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 from farandole.verifier import verify
 from farandole.views.execution import Execution, execute
 from farandole.views.terminal import draw_step, draw_steps, heading
@@ -19,8 +28,10 @@ __all__ = ["draw"]
 
 
 def draw(
+    context: typer.Context,
     algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A name, or PATH.py:FUNCTION.")],
     ranks: RanksOption = 4,
+    hosts: HostsOption = None,
     collective: CollectiveOption = None,
     root: RootOption = None,
     step: Annotated[int | None, typer.Option("--step", metavar="K", help="Draw this step alone.")] = None,
@@ -37,9 +48,10 @@ def draw(
 
         farandole draw ring --ranks 4
         farandole draw tree --collective broadcast --ranks 7 --root 3
+        farandole draw hierarchical --hosts 2x2
         farandole draw plans/mine.py:all_reduce --ranks 6 --step 2
     """
-    schedule, others = _one_schedule(algorithm, ranks, collective, root)
+    schedule, others = _one_schedule(algorithm, topology_of(context, ranks, hosts), collective, root)
     execution = execute(schedule)
     console = Console(highlight=False)
     console.print(heading(schedule))
@@ -59,11 +71,14 @@ def draw(
         console.print(Text(f"There is a {schedule.name} for {', '.join(others)} too: see --collective.", style="dim"))
 
 
-def _one_schedule(algorithm: str, ranks: int, collective: str | None, root: int | None) -> tuple[Schedule, list[str]]:
+def _one_schedule(
+    algorithm: str, topology: Topology, collective: str | None, root: int | None
+) -> tuple[Schedule, list[str]]:
     """The schedule to draw, and the collectives that have an algorithm of the same name."""
+    world_size = topology.world_size
     if collective is not None or is_file(algorithm):
-        return schedules_of(algorithm, ranks, collective=collective, root=root)[0], []
-    schedules = schedules_of(algorithm, ranks, root=root)
+        return schedules_of(algorithm, world_size, collective=collective, root=root, topology=topology)[0], []
+    schedules = schedules_of(algorithm, world_size, root=root, topology=topology)
     # A root that was asked for says that a collective with a root is meant.
     first, *others = sorted(schedules, key=lambda schedule: schedule.root != (root or 0))
     return first, [schedule.collective for schedule in others]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farandole.calibration import load_calibration
-from farandole.cli.algorithm_argument import RanksOption
+from farandole.cli.algorithm_argument import HostsOption, RanksOption, topology_of
 from farandole.cli.bench import parse_size
 from farandole.cost_model import bus_factor
 from farandole.selector import Explanation
@@ -21,11 +21,13 @@ __all__ = ["explain"]
 
 
 def explain(
+    context: typer.Context,
     collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="For example all_reduce.")],
     size: Annotated[
         int, typer.Argument(parser=parse_size, metavar="SIZE", help="S, of the whole buffer, e.g. 8, 64K, 1G.")
     ],
     ranks: RanksOption = 2,
+    hosts: HostsOption = None,
     dtype: Annotated[
         str, typer.Option(help="Of the elements; 16-bit floats are summed so that they round once.")
     ] = "float32",
@@ -33,21 +35,23 @@ def explain(
 ) -> None:
     """Say which algorithm farandole would choose for a call on this machine, and what each would cost.
 
-    The times are predictions of the cost model, with the figures of farandole calibrate; farandole bench measures. In
-    Python: Communicator.explain.
+    The times are predictions of the cost model, with the figures of farandole calibrate; farandole bench measures. With
+    several hosts, each is taken to be like this machine. In Python: Communicator.explain.
 
     Examples:
 
         farandole explain all_reduce 1M --ranks 4
         farandole explain broadcast 64K -n 16 --json
+        farandole explain all_reduce 16M --hosts 2x4
         farandole explain reduce 16M -n 4 --dtype bfloat16
     """
-    explanation = explain_choice(collective, ranks, size, load_calibration(), dtype)
+    topology = topology_of(context, ranks, hosts)
+    explanation = explain_choice(collective, topology.world_size, size, load_calibration(), dtype, topology)
     if as_json:
         print(json.dumps(asdict(explanation), indent=2))
         return
     console = Console(highlight=False)
-    console.print(f"{collective}, {size:,} bytes, {ranks} ranks: [bold]{explanation.chosen}[/]", soft_wrap=True)
+    console.print(f"{collective}, {size:,} bytes, {explanation.ranks}: [bold]{explanation.chosen}[/]", soft_wrap=True)
     console.print(explanation.reason, soft_wrap=True)
     console.print()
     console.print(_table(explanation))

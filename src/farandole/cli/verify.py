@@ -19,12 +19,20 @@ from rich.table import Table
 from rich.text import Text
 
 from farandole import algorithms
-from farandole.cli.algorithm_argument import CollectiveOption, RanksOption, RootOption, schedules_of
+from farandole.cli.algorithm_argument import (
+    CollectiveOption,
+    HostsOption,
+    RanksOption,
+    RootOption,
+    schedules_of,
+    topology_of,
+)
 from farandole.cost_model import lower_bound
 from farandole.errors import ScheduleError, VerificationError
 from farandole.lowering import lower
 from farandole.program_verifier import verify_programs
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 from farandole.verifier import verify as verify_schedule
 
 __all__ = ["Outcome", "prove", "verify"]
@@ -39,21 +47,25 @@ class Outcome:
 
     Attributes:
         schedule: what was to be proved.
+        topology: which ranks share a host; None if all do.
         error: the counterexample, or None if it was proved.
         proof_s: seconds that proving the schedule, lowering it and proving the programs took.
     """
 
     schedule: Schedule
+    topology: Topology | None
     error: ScheduleError | None
     proof_s: float
 
 
 def verify(
+    context: typer.Context,
     algorithm: Annotated[
         str | None,
         typer.Argument(metavar="[ALGORITHM]", help="A name, or PATH.py:FUNCTION; all algorithms if left out."),
     ] = None,
     ranks: RanksOption = 4,
+    hosts: HostsOption = None,
     collective: CollectiveOption = None,
     root: RootOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per schedule.")] = False,
@@ -70,10 +82,12 @@ def verify(
 
         farandole verify --ranks 8
         farandole verify ring --ranks 5 --collective all_reduce
+        farandole verify hierarchical --hosts 3+2
         farandole verify plans/mine.py:all_reduce --ranks 6 --json
     """
-    schedules = schedules_of(algorithm, ranks, collective=collective, root=root)
-    outcomes = [prove(schedule) for schedule in _with_progress(schedules)]
+    topology = topology_of(context, ranks, hosts)
+    schedules = schedules_of(algorithm, topology.world_size, collective=collective, root=root, topology=topology)
+    outcomes = [prove(schedule, topology) for schedule in _with_progress(schedules)]
     if as_json:
         print(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
     else:
@@ -84,16 +98,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def prove(schedule: Schedule) -> Outcome:
+def prove(schedule: Schedule, topology: Topology | None = None) -> Outcome:
     """Prove ``schedule`` and the programs it is lowered to; a proof that fails is an outcome too."""
     start = time.perf_counter()
     error: ScheduleError | None = None
     try:
         interpretation = verify_schedule(schedule)
-        verify_programs(lower(interpretation), interpretation)
+        programs = lower(interpretation, shared=topology is None or topology.is_one_host)
+        verify_programs(programs, interpretation)
     except ScheduleError as refusal:
         error = refusal
-    return Outcome(schedule, error, time.perf_counter() - start)
+    return Outcome(schedule, topology, error, time.perf_counter() - start)
 
 
 def _with_progress(schedules: Sequence[Schedule]) -> Iterator[Schedule]:
@@ -133,12 +148,13 @@ def _bound(schedule: Schedule) -> tuple[int, Fraction | None]:
     return bound.rounds, Fraction(round(bound.bytes_per_rank), schedule.world_size)
 
 
-def _closed_form(schedule: Schedule) -> str | None:
+def _closed_form(outcome: Outcome) -> str | None:
     """The algorithm's own formula; None for one that is not in the table, or not as it is there."""
+    schedule = outcome.schedule
     collective, name = schedule.collective, schedule.name
     if name not in algorithms.ALGORITHMS.get(collective, {}):
         return None
-    if algorithms.build(collective, name, schedule.world_size, schedule.root) != schedule:
+    if algorithms.build(collective, name, schedule.world_size, schedule.root, outcome.topology) != schedule:
         return None
     return algorithms.closed_form(collective, name)
 
@@ -167,7 +183,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "received_share_of_S": _exact(_busiest_share(schedule, "dst")),
         "bound_num_rounds": rounds,
         "bound_share_of_S": _exact(share),
-        "closed_form": _closed_form(schedule),
+        "closed_form": _closed_form(outcome),
         "proof_s": round(outcome.proof_s, 6),
         "hash": schedule.hash,
     }
@@ -184,7 +200,7 @@ def _report(outcomes: Sequence[Outcome], *, wide: bool) -> Iterator[RenderableTy
     for _, group in groupby(outcomes, key=lambda outcome: outcome.schedule.collective):
         members = list(group)
         yield _table(members, wide=wide)
-        forms = [(outcome.schedule.name, _closed_form(outcome.schedule)) for outcome in members]
+        forms = [(outcome.schedule.name, _closed_form(outcome)) for outcome in members]
         known = [(name, form) for name, form in forms if form]
         if known and not wide:
             yield Group("", _closed_forms(known))
@@ -246,7 +262,7 @@ def _cells(outcome: Outcome, *, wide: bool) -> Iterable[RenderableType]:
         yield _share(_busiest_share(schedule, end), wide=wide)
     yield f"{outcome.proof_s * 1e3:.1f} ms"
     if wide:
-        yield _closed_form(schedule) or ""
+        yield _closed_form(outcome) or ""
 
 
 def _closed_forms(forms: Sequence[tuple[str, str]]) -> Table:
