@@ -640,7 +640,8 @@ class Communicator:
         Raises:
             ArgumentError: there is no such collective, size or dtype.
         """
-        return explain(collective, self.world_size, nbytes, self._membership.calibration, dtype)
+        membership = self._membership
+        return explain(collective, self.world_size, nbytes, membership.calibration, dtype, membership.topology)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from farandole.errors import RendezvousError
+from farandole.topology import Topology
 
-__all__ = ["HOST_ID", "HostProof", "groups_from", "open_memory_of"]
+__all__ = ["HOST_ID", "HostProof", "open_memory_of", "topology_from"]
 
 HOST_ID = "FARANDOLE_HOST_ID"
 _TOKEN_BYTES = 16
@@ -80,8 +81,8 @@ def open_memory_of(process: int, descriptor: int) -> int:
     return own
 
 
-def groups_from(mates: Sequence[Sequence[int]], proofs: Sequence[HostProof]) -> tuple[int, ...]:
-    """The host of each rank, numbered in the order of their first ranks, from what ranks each rank shares memory with.
+def topology_from(mates: Sequence[Sequence[int]], proofs: Sequence[HostProof]) -> Topology:
+    """The topology, from what ranks each rank shares memory with.
 
     Raises:
         RendezvousError: they do not agree, or some that say they are on one host share no memory.
@@ -101,5 +102,4 @@ def groups_from(mates: Sequence[Sequence[int]], proofs: Sequence[HostProof]) -> 
                 f"{HOST_ID} is {proof.host_id!r} on ranks {rank} ({proof.host_name}) and {strangers[0]} "
                 f"({proofs[strangers[0]].host_name}), which cannot open one another's memory; give them different ones"
             )
-    firsts = sorted({others[0] for others in mates})
-    return tuple(firsts.index(others[0]) for others in mates)
+    return Topology.of_hosts(others[0] for others in mates)

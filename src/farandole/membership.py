@@ -18,6 +18,7 @@ from farandole.calibration import Calibration, calibration_in_use
 from farandole.connections import RankDoor, Way
 from farandole.errors import RendezvousError
 from farandole.hosts import open_memory_of
+from farandole.topology import Topology
 
 __all__ = ["LONGEST_REASON", "Membership", "create_arena", "join_alone", "join_threads", "map_arena", "words"]
 
@@ -62,7 +63,17 @@ class Membership:
 
     def is_on_this_host(self, rank: int) -> bool:
         """Whether ``rank`` shares memory with this rank."""
-        return self.network is None or self.network.host_of[rank] == self.network.host_of[self.rank]
+        return rank in self.mates
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a host."""
+        return Topology.one_host(self.world_size) if self.network is None else self.network.topology
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this host, this one included."""
+        return self.topology.ranks_on(self.topology.host_of[self.rank])
 
     def make_engine(self, **tuning: int) -> _native.Engine:
         """This rank's engine; once, as it takes over what this holds open."""
@@ -135,14 +146,14 @@ class Network:
     """What a group on several hosts has besides.
 
     Attributes:
-        host_of: per rank, the number of its host.
+        topology: which ranks share a host.
         host_names: per rank.
         addresses: per rank, where its host can be reached.
         secret: of the job.
         connections: per rank a connected socket, of this process; -1 for ranks of this host.
     """
 
-    host_of: tuple[int, ...]
+    topology: Topology
     host_names: tuple[str, ...]
     addresses: tuple[tuple[str, ...], ...]
     secret: bytes = field(repr=False)
@@ -192,10 +203,8 @@ class _Founding:
                 None if old.is_on_this_host(rank) else Way(whole.addresses[rank], offers[rank][4]) for rank in ranks
             ]
             token = f"{offers[ranks[0]][3]:x}"
-            hosts = [whole.host_of[rank] for rank in ranks]
-            order = list(dict.fromkeys(hosts))
             network = Network(
-                tuple(order.index(host) for host in hosts),
+                Topology.of_hosts(whole.topology.host_of[rank] for rank in ranks),
                 tuple(whole.host_names[rank] for rank in ranks),
                 tuple(whole.addresses[rank] for rank in ranks),
                 whole.secret,

@@ -19,7 +19,7 @@ from farandole.calibration import Calibration, calibration_in_use
 from farandole.connections import RankDoor, Way
 from farandole.door import Address
 from farandole.errors import RendezvousError
-from farandole.hosts import HostProof, groups_from
+from farandole.hosts import HostProof, topology_from
 from farandole.membership import LONGEST_REASON, Membership, Network, create_arena, map_arena, words
 from farandole.store import StoreClient, StoreServer
 
@@ -376,7 +376,7 @@ class _Arrival:
         way = Way((), 0) if self._door is None else self._door.way
         meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
-        host_of = groups_from([card.mates for card in others], proofs)
+        topology = topology_from([card.mates for card in others], proofs)
         arena = arena or map_arena(*others[mates[0]].arena)
         network = None
         if self._door is not None:
@@ -386,13 +386,13 @@ class _Arrival:
             ]
             token = f"{others[0].arena[2]:x}"
             network = Network(
-                host_of,
+                topology,
                 tuple(proof.host_name for proof in proofs),
                 tuple(tuple(card.addresses) for card in others),
                 secret,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
-        cores = min(_cores_of(host, host_of, cards) for host in set(host_of))
+        cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))
         return Membership(
             identity.rank,
             identity.world_size,
@@ -404,8 +404,8 @@ class _Arrival:
         )
 
 
-def _cores_of(host: int, host_of: Sequence[int], cards: Sequence[_Card]) -> int:
-    return len(set().union(*(card.cores for card, where in zip(cards, host_of, strict=True) if where == host)))
+def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
+    return len(set().union(*(cards[rank].cores for rank in ranks)))
 
 
 def _warn_without_secret(identity: Identity) -> None:

@@ -110,9 +110,7 @@ class Runner:
 
     def __init__(self, membership: Membership) -> None:
         num_cores = membership.calibration.cores
-        num_busy = sum(map(membership.is_on_this_host, range(membership.world_size)))
-        if membership.network is not None:
-            num_busy *= 2  # each has a thread for the other hosts
+        num_busy = len(membership.mates) * (1 if membership.network is None else 2)  # a thread for the other hosts
         spins, background_spins = (
             _SPINS if threads * num_busy <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
         )
@@ -130,7 +128,11 @@ class Runner:
         )
         self._postbox = _native.Postbox(self._engine)
         self._calls = CallTable(
-            membership.rank, membership.world_size, membership.arena.slot_bytes, membership.calibration
+            membership.rank,
+            membership.world_size,
+            membership.arena.slot_bytes,
+            membership.calibration,
+            membership.topology,
         )
         self.repeats = _native.Repeats(self._engine)
         self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
