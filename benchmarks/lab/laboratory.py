@@ -18,10 +18,10 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["Laboratory", "UnavailableError"]
 
@@ -140,21 +140,33 @@ class Laboratory:
         return ["nsenter", "--target", str(self._holders[0].pid), "--net"]
 
     def start(
-        self, host: int, command: Sequence[str], cwd: Path | None = None, **options: Any
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host.
 
         Args:
             host: in 0..num_hosts - 1.
             command: program and arguments.
-            cwd: the folder to run it in; None for that of this process.
-            options: others of `subprocess.Popen`.
+            cwd, env, stdout, stderr: as of `subprocess.Popen`.
 
         Returns:
             The process that waits for the command: it ends as the command does, and if it is killed, so is the command.
         """
-        options = {"start_new_session": True, "stdin": subprocess.DEVNULL} | options
-        process: subprocess.Popen[bytes] = subprocess.Popen([*self.enter(host, cwd), *command], **options)
+        process = subprocess.Popen(
+            [*self.enter(host, cwd), *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,  # Ctrl-C at the terminal is for this process alone
+        )
         self._started.append(process)
         return process
 
@@ -192,7 +204,7 @@ class Laboratory:
         is_ready, _, _ = select.select([holder.stdout], [], [], _LIMIT_S)
         line = holder.stdout.readline().decode(errors="replace").strip() if is_ready else "it does not answer"
         if line != "ready":
-            _refuse(command, line)
+            _refuse(line)
 
     def _link(self, host: int) -> None:
         rate = round(self.rate_bits_per_s)
@@ -223,11 +235,11 @@ def _require_rights() -> None:
 def _run(command: Sequence[str], lines: str) -> None:
     done = subprocess.run(command, input=lines.encode(), capture_output=True, timeout=_LIMIT_S)
     if done.returncode:
-        _refuse([*command, lines], (done.stderr or done.stdout).decode(errors="replace").strip())
+        _refuse(f"{lines}: {done.stderr.decode(errors='replace').strip()}")
 
 
-def _refuse(command: Sequence[str], reason: str) -> NoReturn:
+def _refuse(reason: str) -> NoReturn:
     raise UnavailableError(
-        f"{' '.join(command)}: {reason or 'failed'}; a laboratory needs the rights to make namespaces and networks "
+        f"{reason or 'unshare failed'}; a laboratory needs the rights to make namespaces and networks "
         f"(CAP_SYS_ADMIN and CAP_NET_ADMIN), which many containers lack"
     )

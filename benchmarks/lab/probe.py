@@ -12,13 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
+from benchmarks.compare.environments import ROOT
 from benchmarks.lab.laboratory import Laboratory
 
 __all__ = ["probe"]
 
-_ROOT = Path(__file__).resolve().parents[2]
 _PORT = 5001
 _START_S = 30.0
 
@@ -36,7 +35,7 @@ def probe(laboratory: Laboratory, seconds: float = 1.0) -> list[float]:
     for host, address in enumerate(addresses):
         arguments = [address, addresses[(host + 1) % len(addresses)], str(num_bytes)]
         command = [sys.executable, "-m", "benchmarks.lab.probe", *arguments]
-        senders.append(laboratory.start(host, command, _ROOT, stdout=subprocess.PIPE))
+        senders.append(laboratory.start(host, command, cwd=ROOT, stdout=subprocess.PIPE))
     limit_s = _START_S + 20 * seconds
     return [8 * num_bytes / float(sender.communicate(timeout=limit_s)[0]) for sender in senders]
 
