@@ -27,9 +27,9 @@ def random_topologies(seed: int, number: int) -> list[Topology]:
 
 
 def scattered(world_size: int) -> Topology:
-    """As many ranks, dealt to about half as many hosts, of which some get more and none gets neighbours only."""
-    num_hosts = max(1, world_size // 2)
-    return Topology.of_hosts(rank * rank // 2 % num_hosts for rank in range(world_size))
+    """As many ranks, dealt unevenly and in no simple order to at most half as many hosts, and two if there are two."""
+    num_hosts = (world_size + 2) // 2
+    return Topology.of_hosts(rank * (rank + 1) // 2 % num_hosts for rank in range(world_size))
 
 
 def build(collective: str, name: str, world_size: int, root: int = 0) -> Schedule:
