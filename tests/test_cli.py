@@ -172,13 +172,8 @@ def test_no_name_means_all():
     assert [(s.collective, s.name) for s in schedules_of(None, 3, topology=topology)] == everything
     flat = [(collective, name) for collective, name in everything if name not in HIERARCHICAL]
     assert [(s.collective, s.name) for s in schedules_of(None, 3)] == flat
-    assert [s.name for s in schedules_of(None, 3, collective="reduce")] == [
-        "naive",
-        "ring",
-        "tree",
-        "double_tree",
-        "direct",
-    ]
+    of_reduce = [name for collective, name in flat if collective == "reduce"]
+    assert [s.name for s in schedules_of(None, 3, collective="reduce")] == of_reduce
 
 
 def test_an_algorithm_that_knows_hosts_is_given_them():
