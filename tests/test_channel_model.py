@@ -372,13 +372,13 @@ class Aborter(Code):
         """void Engine::abort("""
         #: arena_->header().abort.compare_exchange_strong(none, pack(reason, subject), std::memory_order_acq_rel);
         yield Access("store", ("aborted",), 1)
-        #: ring_all();
+        #: ring_all(*arena_);
         yield from self.ring_all()
 
     def ring_all(self) -> Steps:
-        """void Engine::ring_all("""
+        """inline void ring("""
         ranks = tuple(range(len(self.world.plans)))
-        for peer in ranks:
+        for peer in ranks:  # as in the function of this name
             #: doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
             yield Access("ring", ("doorbell", peer), rings=ranks[peer:])
             #: futex_wake_all(doorbell.rings);

@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole import _native, membership, rendezvous, store
+from farandole import _native, door, membership, rendezvous
 from farandole.calibration import SHIPPED
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, PeerLostError, RendezvousError
+from farandole.hosts import HostProof
 from farandole.launch import processes, run_processes
 from farandole.membership import Membership
 from farandole.rendezvous import Identity, _meet, _Meeting, join, tell_of_end
@@ -33,9 +34,16 @@ from farandole.store import StoreClient, StoreServer
 WAIT_S = 60  # for what happens at once; only a failure takes so long
 
 
-def card(process: int, world_size: int, arena=()) -> str:
+def card(process: int, world_size: int, proof: HostProof | None = None) -> str:
     """What a rank says of itself."""
-    return json.dumps(rendezvous._Card(process, world_size, list(arena), [0], None)._asdict())
+    proof = proof or HostProof(process, 0, "", "", "elsewhere")
+    return json.dumps(rendezvous._Card(process, world_size, [*proof], [0], None, "")._asdict())
+
+
+def come_as_rank_1(server: StoreServer, process: int) -> None:
+    """What rank 1 of two on this host says."""
+    server.set("0/rank/1", card(process, 2, HostProof.offer()))
+    server.set("0/host/1", json.dumps(rendezvous._HostCard([0, 1], [], [], 0)._asdict()))
 
 
 @pytest.fixture
@@ -68,8 +76,8 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_of_too_many_strangers_the_oldest_is_dropped_and_a_client_gets_through(server, monkeypatch):
-    monkeypatch.setattr(store, "MAX_UNPROVED", 3)
-    monkeypatch.setattr(store, "_HANDSHAKE_S", 1e6)
+    monkeypatch.setattr(door, "MAX_UNPROVED", 3)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 1e6)
     strangers = []
     try:
         for _ in range(4):
@@ -93,7 +101,7 @@ def test_where_no_thread_can_be_started_the_client_comes_again(server, monkeypat
     start, failures = threading.Thread.start, []
 
     def start_later(thread):
-        if thread.name == "farandole-store-client" and not failures:
+        if thread.name == "farandole-guest" and not failures:
             failures.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -111,12 +119,12 @@ def test_where_no_connection_can_be_accepted_the_store_pauses(server, monkeypatc
             raise OSError(errno.EMFILE, "Too many open files")
 
     pauses = threading.Event()
-    listener = server._listener
-    monkeypatch.setattr(server._closing, "wait", lambda seconds: pauses.set())
-    server._listener = Full()
+    listener = server._door._listener
+    monkeypatch.setattr(server._door._closing, "wait", lambda seconds: pauses.set())
+    server._door._listener = Full()
     socket.create_connection(server.address, timeout=WAIT_S).close()  # lets the last accept() return
     assert pauses.wait(WAIT_S)
-    server._listener = listener
+    server._door._listener = listener
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,7 @@ def test_where_no_connection_can_be_accepted_the_store_pauses(server, monkeypatc
     ids=lambda text: repr(text[:50]),
 )
 def test_a_request_that_makes_no_sense_ends_its_connection_alone(server, client, request_text):
-    connection = store._connect(server.address, b"secret", WAIT_S)
+    connection = door.knock(server.address, b"secret", WAIT_S)
     connection.send_bytes(request_text)
     assert connection.poll(WAIT_S)
     with pytest.raises((EOFError, ConnectionResetError)):
@@ -192,7 +200,7 @@ def test_the_store_is_closed_when_what_is_settled_has_been_answered(server, clie
 
 def test_shutting_down_what_is_not_connected_leaves_its_descriptor_open():
     connection = Connection(socket.socket().detach())
-    store._shut_down(connection)
+    door._shut_down(connection)
     os.fstat(connection.fileno())
     connection.close()
 
@@ -359,7 +367,7 @@ def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(ser
 
 def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
     """The meeting has succeeded: rank 0 cannot fail alone."""
-    server.set("0/rank/1", card(os.getpid(), 2))
+    come_as_rank_1(server, os.getpid())
     server.set("0/mapped/1", "yes")
     over = time.monotonic() - 1
     assert _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1)).world_size == 2
@@ -374,9 +382,14 @@ def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
         "[" * 60_000,
         "7",
         "{}",
-        '{"process": 0, "world_size": 2, "arena": [], "cores": [0], "calibration": null}',
-        f'{{"process": {2**70}, "world_size": 2, "arena": [], "cores": [0], "calibration": null}}',
-        '{"process": "../1", "world_size": 2, "arena": [], "cores": [0], "calibration": null}',
+        card(0, 2),
+        card(2**70, 2),
+        card("../1", 2),
+        card(1, 2, HostProof(1, -1, "", "", "")),
+        card(1, 2, HostProof("../1", 0, "", "", "")),
+        card(1, 2, HostProof(1, 0, "", "", 5)),
+        card(1, 2).replace('"elsewhere"', '"", ""'),
+        card(1, 2).replace('"secret": ""', '"secret": null'),
     ],
 )
 def test_what_is_no_card_of_a_rank_is_refused(server, junk):
@@ -387,11 +400,30 @@ def test_what_is_no_card_of_a_rank_is_refused(server, junk):
         _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1))
 
 
-@pytest.mark.parametrize("arena", [[], [1, 2], ["1", 2, 3], [1, 2, True]])
-def test_what_is_no_arena_is_refused(server, client, arena):
-    server.set("0/rank/0", card(os.getppid(), 2, arena))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("arena", []),
+        ("arena", [1, 2]),
+        ("arena", ["1", 2, 3]),
+        ("arena", [1, 2, True]),
+        ("arena", [2**31, 2, 3]),
+        ("mates", []),
+        ("mates", [1]),
+        ("mates", ["0"]),
+        ("mates", [-1, 0]),
+        ("addresses", [5]),
+        ("addresses", None),
+        ("port", 2**16),
+        ("port", "80"),
+    ],
+)
+def test_what_is_no_word_of_a_host_is_refused(server, client, field, value):
+    server.set("0/rank/0", card(os.getppid(), 2, HostProof.offer()))
+    good = rendezvous._HostCard([0, 1], [1, 2, 3], [], 0)._asdict()
+    server.set("0/host/0", json.dumps({**good, field: value}))
     over = time.monotonic() + WAIT_S
-    with pytest.raises(RendezvousError, match="what stands for rank 0"):
+    with pytest.raises(RendezvousError, match="what stands for the host of rank 0"):
         _meet(_Meeting(client, Identity(1, 2, server.address, False, b"secret"), 0, over, 1))
 
 
@@ -527,7 +559,7 @@ def test_others_are_told_that_a_rank_cannot_watch_them(server, client, monkeypat
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(rendezvous, "_num_joins", 0)
-    server.set("0/rank/1", card(os.getppid(), 2))
+    come_as_rank_1(server, os.getppid())
     with pytest.raises(RendezvousError, match=r"cannot watch the processes of 2 ranks: .*raise the limit with ulimit"):
         join(Identity(0, 2, server.address, False, b"secret"), 1e6)
     assert client.get("0/verdict", 0).startswith("rank 0 could not join: cannot watch the processes of 2 ranks")

@@ -141,6 +141,9 @@ struct alignas(kCacheLine) Doorbell {
   // 1 while this rank is asleep or about to be. Written by this rank; reset by whoever wakes it.
   // (seq_cst)
   std::atomic<std::uint32_t> sleeping{0};
+  // An eventfd of the process of both, if this is not in shared memory and who sleeps does so in
+  // epoll (see relay.hpp); else -1. Set before it is used.
+  int event = -1;
 };
 
 struct alignas(kCacheLine) RankState {

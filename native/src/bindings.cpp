@@ -220,6 +220,7 @@ void write_board(const Engine& engine, std::size_t word, std::uint64_t value) {
   Board& board = engine.arena().rank(engine.rank()).board;
   if (word >= board.words.size()) throw nb::index_error("no such word");
   board.words[word].store(value, std::memory_order_release);
+  if (engine.relay() != nullptr) engine.relay()->tell();
 }
 
 // Makes the rank of `engine` the leader in place of `lost`, if that still is. Returns who is, then.
@@ -360,14 +361,17 @@ NB_MODULE(_native, module) {
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,
                        std::vector<int> process_descriptors, std::uint32_t spins,
                        std::uint32_t background_spins, std::uint32_t yields,
-                       std::size_t smallest_mapped_bytes, std::size_t most_unexpected_bytes) {
+                       std::size_t smallest_mapped_bytes, std::size_t most_unexpected_bytes,
+                       std::vector<int> connections) {
              return std::make_shared<Engine>(std::move(arena), rank, std::move(process_descriptors),
                                              Tuning{spins, background_spins, yields,
-                                                    smallest_mapped_bytes, most_unexpected_bytes});
+                                                    smallest_mapped_bytes, most_unexpected_bytes},
+                                             std::move(connections));
            }),
            "arena"_a, "rank"_a, "process_descriptors"_a, "spins"_a = 0, "background_spins"_a = 0,
            "yields"_a = 0, "smallest_mapped_bytes"_a = 0,
-           "most_unexpected_bytes"_a = std::numeric_limits<std::size_t>::max())
+           "most_unexpected_bytes"_a = std::numeric_limits<std::size_t>::max(),
+           "connections"_a = std::vector<int>())
       .def(
           "run",
           [](Engine& engine, std::shared_ptr<SettledCall> call, std::uintptr_t input,
@@ -409,6 +413,16 @@ NB_MODULE(_native, module) {
             return engine.is_gone(checked_rank(engine, rank));
           },
           "rank"_a)
+      .def("has_heard_all",
+           [](const Engine& engine) {
+             return engine.relay() == nullptr || engine.relay()->has_heard_all();
+           })
+      .def("wire_bytes",
+           [](const Engine& engine) {
+             const Relay* relay = engine.relay();
+             return relay == nullptr ? std::pair<std::uint64_t, std::uint64_t>{}
+                                     : std::pair{relay->bytes_sent(), relay->bytes_received()};
+           })
       .def("calls", &calls_of)
       .def("messages", &messages_of)
       .def("flights", &flights_of)

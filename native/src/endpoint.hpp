@@ -18,17 +18,32 @@ inline void wake(Doorbell& doorbell) noexcept {
   doorbell.sleeping.store(0, std::memory_order_seq_cst);
   doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
   futex_wake_all(doorbell.rings);
+  if (doorbell.event >= 0) notify(doorbell.event);
+}
+
+// Wakes all that sleep on the doorbells of a rank, whatever they wait for.
+inline void ring(const Arena& arena, std::uint32_t rank) noexcept {
+  for (Doorbell& doorbell : arena.rank(rank).doorbells) {
+    doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake_all(doorbell.rings);
+  }
+}
+
+inline void ring_all(const Arena& arena) noexcept {
+  for (std::uint32_t rank = 0; rank < arena.geometry().world_size; ++rank) ring(arena, rank);
 }
 
 class Writer {
  public:
   Writer() = default;
-  Writer(const Arena& arena, std::uint32_t src, std::uint32_t dst, Traffic traffic)
+  // `relay`: the bell of what stands in for the readers, if that is a relay.
+  Writer(const Arena& arena, std::uint32_t src, std::uint32_t dst, Traffic traffic,
+         Doorbell* relay = nullptr)
       : channel_(arena.channel(src, dst, traffic)), num_slots_(arena.geometry().num_slots) {
     for (std::uint32_t reader = 0; reader < arena.geometry().world_size; ++reader) {
       if (src == dst ? reader != src : reader == dst) {
         readers_.push_back(reader);
-        doorbells_.push_back(&arena.rank(reader).doorbell(traffic));
+        doorbells_.push_back(relay != nullptr ? relay : &arena.rank(reader).doorbell(traffic));
       }
     }
   }
@@ -54,11 +69,14 @@ class Writer {
     return taken_;
   }
 
-  // pre: has_room(). `data` is copied, unless the label says where it lies.
+  // Where the data of the next segment lie in its slot. pre: has_room()
+  std::byte* place(std::size_t bytes) const noexcept { return channel_.data(slot_, bytes); }
+
+  // pre: has_room(). `data` is copied, unless it lies in its place, or the label says where.
   void publish(const std::byte* data, std::size_t bytes, const Label& label) noexcept {
     SlotHeader& header = channel_.header(slot_);
     header.label = label;
-    if (bytes != 0 && label.heap_position == 0) {
+    if (bytes != 0 && label.heap_position == 0 && data != place(bytes)) {
       std::memcpy(channel_.data(slot_, bytes), data, bytes);
     }
     header.stamp.store(++published_, std::memory_order_seq_cst);
@@ -89,10 +107,11 @@ class Writer {
 class Reader {
  public:
   Reader() = default;
+  // `relay`: the bell of what stands in for the writer, if that is a relay.
   Reader(const Arena& arena, std::uint32_t src, std::uint32_t dst, std::uint32_t reader,
-         Traffic traffic)
+         Traffic traffic, Doorbell* relay = nullptr)
       : channel_(arena.channel(src, dst, traffic)),
-        writer_(&arena.rank(src).doorbell(traffic)),
+        writer_(relay != nullptr ? relay : &arena.rank(src).doorbell(traffic)),
         reader_(reader),
         num_slots_(arena.geometry().num_slots) {}
 

@@ -60,7 +60,7 @@ void Work::finish(const Receipt& receipt) noexcept {
 }
 
 Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
-               std::vector<int> process_descriptors, Tuning tuning)
+               std::vector<int> process_descriptors, Tuning tuning, std::vector<int> connections)
     : arena_(std::move(arena)),
       rank_(rank),
       world_size_(arena_->geometry().world_size),
@@ -71,11 +71,21 @@ Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
       readers_(std::size_t{2} * world_size_),
       peer_heaps_(world_size_) {
   process_descriptors_.resize(world_size_, kThisProcess);
+  connections.resize(world_size_, -1);
+  if (std::any_of(connections.begin(), connections.end(), [](int socket) { return socket >= 0; })) {
+    relay_ = std::make_unique<Relay>(
+        arena_, rank_, std::move(connections), [this](std::uint64_t position) {
+          return own_heap_.load(std::memory_order_acquire)->at(position);
+        });
+  }
 }
 
 Engine::~Engine() {
   close();
-  if (is_forked()) static_cast<void>(background_.release());
+  if (is_forked()) {
+    static_cast<void>(background_.release());
+    static_cast<void>(relay_.release());
+  }
   for (const int descriptor : process_descriptors_) {
     if (descriptor >= 0) ::close(descriptor);
   }
@@ -161,7 +171,8 @@ void Engine::abort(Abort reason, std::uint32_t subject) noexcept {
   std::uint64_t none = 0;
   arena_->header().abort.compare_exchange_strong(none, pack(reason, subject),
                                                  std::memory_order_acq_rel);
-  ring_all();
+  ring_all(*arena_);
+  if (relay_) relay_->tell();
 }
 
 std::pair<Abort, std::uint32_t> Engine::aborted() const noexcept {
@@ -194,32 +205,35 @@ void Engine::finish_close() noexcept {
   }
   if (aborted().first == Abort::none) check_agreement(true);
   arena_->rank(rank_).closed.store(1, std::memory_order_release);
-  ring_all();
+  ring_all(*arena_);
+  if (relay_) relay_->close();
 }
 
 bool Engine::is_forked() const noexcept { return num_forks() != forks_; }
 
-void Engine::ring_all() noexcept {
-  for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
-    for (Doorbell& doorbell : arena_->rank(peer).doorbells) {
-      doorbell.rings.fetch_add(1, std::memory_order_seq_cst);
-      futex_wake_all(doorbell.rings);
-    }
-  }
+Writer Engine::writer_to(std::uint32_t dst, Traffic traffic) const {
+  const bool leaves = relay_ && relay_->serves(dst);
+  return {*arena_, rank_, dst, traffic, leaves ? &relay_->bell() : nullptr};
+}
+
+Reader Engine::reader_from(std::uint32_t src, Traffic traffic) const {
+  const bool leaves = relay_ && relay_->serves(src);
+  return {*arena_, src, rank_, rank_, traffic, leaves ? &relay_->bell() : nullptr};
 }
 
 Writer& Engine::writer(std::uint32_t channel) {
   auto& end = writers_[channel];
-  if (!end) end = std::make_unique<Writer>(*arena_, rank_, channel, Traffic::collectives);
+  if (!end) end = std::make_unique<Writer>(writer_to(channel, Traffic::collectives));
   return *end;
 }
 
 Reader& Engine::reader(std::uint32_t channel) {
   auto& end = readers_[channel];
   if (!end) {
-    const bool shared = channel >= world_size_;
-    const std::uint32_t src = shared ? channel - world_size_ : channel;
-    end = std::make_unique<Reader>(*arena_, src, shared ? src : rank_, rank_, Traffic::collectives);
+    const std::uint32_t shared = channel - world_size_;
+    end = std::make_unique<Reader>(
+        channel < world_size_ ? reader_from(channel, Traffic::collectives)
+                              : Reader(*arena_, shared, shared, rank_, Traffic::collectives));
   }
   return *end;
 }
@@ -590,6 +604,7 @@ void Engine::check_peers(const Call& call) {
 }
 
 bool Engine::is_gone(std::uint32_t peer) const noexcept {
+  if (relay_ && relay_->serves(peer)) return relay_->is_gone(peer);
   if (arena_->rank(peer).closed.load(std::memory_order_acquire) != 0) return true;
   if (process_descriptors_[peer] < 0) return process_descriptors_[peer] == kEnded;
   pollfd descriptor{process_descriptors_[peer], POLLIN, 0};

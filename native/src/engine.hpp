@@ -27,6 +27,7 @@
 #include "heap.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
+#include "relay.hpp"
 #include "tally.hpp"
 
 namespace farandole {
@@ -119,8 +120,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static constexpr int kEnded = -2;
 
   // `process_descriptors`: per rank a pidfd, which the engine then owns, or one of the two above.
+  // `connections`: per rank a socket connected to it, for its relay; -1 for ranks of this host. The
+  // engine then owns those. Throws std::system_error.
   Engine(std::shared_ptr<Arena> arena, std::uint32_t rank, std::vector<int> process_descriptors,
-         Tuning tuning);
+         Tuning tuning, std::vector<int> connections = {});
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -128,6 +131,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint32_t rank() const noexcept { return rank_; }
   const Arena& arena() const noexcept { return *arena_; }
   const Tuning& tuning() const noexcept { return tuning_; }
+  // What carries channels to other hosts; null if there are none.
+  Relay* relay() const noexcept { return relay_.get(); }
+  // The two ends of channels of this rank, wherever their other ends are.
+  Writer writer_to(std::uint32_t dst, Traffic traffic) const;
+  Reader reader_from(std::uint32_t src, Traffic traffic) const;
 
   // Runs `call` and returns when this rank's part is done. After calls that were submitted before.
   // Throws NestedCall if called from within a run, by what `interrupted` does.
@@ -183,7 +191,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t agreement() const noexcept;  // see CallRecord
   void record_misfit(std::uint32_t peer, std::uint64_t bytes,
                      const Plan::Operation& operation) noexcept;
-  void ring_all() noexcept;
   void finish_close() noexcept;
   void serve();
   Writer& writer(std::uint32_t channel);
@@ -239,6 +246,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::atomic<std::uint64_t> num_submitted{0};
   };
   std::unique_ptr<Background> background_ = std::make_unique<Background>();
+  std::unique_ptr<Relay> relay_;  // likewise not destroyed there
 };
 
 }  // namespace farandole

@@ -26,4 +26,10 @@ void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+void notify(int event) noexcept {
+  const std::uint64_t one = 1;
+  // It fails only if the counter is full, and then it is readable.
+  [[maybe_unused]] const ssize_t written = write(event, &one, sizeof(one));
+}
+
 }  // namespace farandole

@@ -15,4 +15,7 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
 // Wakes every sleeper on `word`.
 void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept;
 
+// Wakes who waits for an eventfd to be readable.
+void notify(int event) noexcept;
+
 }  // namespace farandole

@@ -37,6 +37,7 @@ class Heap : public std::enable_shared_from_this<Heap> {
   std::uint64_t offset_of(const std::byte* memory) const noexcept {
     return static_cast<std::uint64_t>(memory - memory_.data());
   }
+  const std::byte* at(std::uint64_t offset) const noexcept { return memory_.data() + offset; }
 
  private:
   int descriptor_ = -1;

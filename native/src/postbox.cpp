@@ -65,8 +65,8 @@ Postbox::Postbox(std::shared_ptr<Engine> engine)
       sources_(world_size_) {
   for (std::uint32_t peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
-    destinations_[peer].writer = Writer(engine_->arena(), rank_, peer, Traffic::messages);
-    sources_[peer].reader = Reader(engine_->arena(), peer, rank_, rank_, Traffic::messages);
+    destinations_[peer].writer = engine_->writer_to(peer, Traffic::messages);
+    sources_[peer].reader = engine_->reader_from(peer, Traffic::messages);
   }
 }
 

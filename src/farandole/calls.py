@@ -132,7 +132,7 @@ class CallTable:
     world_size: int
     max_segment_bytes: int
     calibration: Calibration
-    topology: Topology | None = None
+    topology: Topology
     tallies: dict[tuple[str, str], _native.Tally] = field(default_factory=dict)
     _calls: OrderedDict[Signature, Call] = field(default_factory=OrderedDict)
 
@@ -158,7 +158,7 @@ class CallTable:
     def _settle(self, signature: Signature) -> Call:
         payload_bytes = sum(signature.counts) * signature.dtype.itemsize
         schedule = self._schedule(signature, payload_bytes)
-        proof = prove(schedule, shared=self.topology is None or self.topology.is_one_host)
+        proof = prove(schedule, shared=self.topology.is_one_host)
         program = proof.programs[self.rank]
         if signature.collective == "all_to_all":
             _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)

@@ -587,7 +587,7 @@ class Communicator:
         def exchange(numbers: Sequence[int]) -> list[list[int]]:
             return self._exchange("split", numbers)
 
-        membership = self._membership.split(ranks, exchange)
+        membership = self._membership.split(ranks, exchange, self.timeout_s, self._runner.require_going)
         if membership is None:
             return None
         return Communicator(membership, timeout_s=self.timeout_s if timeout_s is None else timeout_s)
@@ -640,7 +640,8 @@ class Communicator:
         Raises:
             ArgumentError: there is no such collective, size or dtype.
         """
-        return explain(collective, self.world_size, nbytes, self._membership.calibration, dtype)
+        membership = self._membership
+        return explain(collective, self.world_size, nbytes, membership.calibration, dtype, membership.topology)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""

@@ -1,20 +1,24 @@
-"""A rank's place in a group that shares memory: the arena, and everyone's process.
+"""A rank's place in its group: the arena that it shares with the ranks of its host, their processes, and connections to
+the ranks of other hosts.
 
-The first rank makes the arena as an anonymous file (a memfd), which has no name that could be left behind; the others
-open it through that rank's process, which only the same user may, and check a random number in it.
+The first rank of each host makes its arena as an anonymous file (a memfd), which has no name that could be left behind;
+the others there open it through that rank's process, which only the same user may, and check a random number in it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import farandole._native as _native
 from farandole.calibration import Calibration, calibration_in_use
+from farandole.connections import RankDoor, Way
 from farandole.errors import RendezvousError
+from farandole.hosts import open_memory_of
+from farandole.topology import Topology
 
 __all__ = ["LONGEST_REASON", "Membership", "create_arena", "join_alone", "join_threads", "map_arena", "words"]
 
@@ -24,14 +28,15 @@ LONGEST_REASON = 1000
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank's place in a group that shares memory.
+    """A rank's place in a group.
 
     Attributes:
         rank, world_size: in the group.
-        arena: what the group shares.
-        processes: per rank, its process id.
+        arena: what the ranks of this host share.
+        processes: per rank, its process id, on its host.
         job_ranks: per rank, its rank in the job.
         calibration: what communication costs here; the same on all ranks.
+        network: of a group on several hosts; None where all are on one.
 
     Raises:
         RendezvousError: this process may not open as many files as it needs to watch the others.
@@ -43,16 +48,37 @@ class Membership:
     processes: tuple[int, ...]
     job_ranks: tuple[int, ...]
     calibration: Calibration
+    network: Network | None = None
     _descriptors: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         try:
-            for process in self.processes:
-                self._descriptors.append(-1 if process == os.getpid() else _open_process(process))
+            for rank, process in enumerate(self.processes):
+                is_watched = process != os.getpid() and self.is_on_this_host(rank)
+                self._descriptors.append(_open_process(process) if is_watched else -1)
         except OSError as error:
             raise RendezvousError(
                 f"cannot watch the processes of {self.world_size} ranks: {error}; raise the limit with ulimit -n"
             ) from error
+
+    def is_on_this_host(self, rank: int) -> bool:
+        """Whether ``rank`` shares memory with this rank."""
+        return rank in self.mates
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a host."""
+        return Topology.one_host(self.world_size) if self.network is None else self.network.topology
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this host, this one included."""
+        return self.topology.ranks_on(self.topology.host_of[self.rank])
+
+    def make_engine(self, **tuning: int) -> _native.Engine:
+        """This rank's engine; once, as it takes over what this holds open."""
+        connections = [] if self.network is None else self.network.hand_over_connections()
+        return _native.Engine(self.arena, self.rank, self.open_process_descriptors(), connections=connections, **tuning)
 
     def open_process_descriptors(self) -> list[int]:
         """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended.
@@ -68,49 +94,136 @@ class Membership:
 
     def leave(self) -> None:
         """Let the others, who may have joined, know that this rank does not take part."""
-        _native.Engine(self.arena, self.rank, self.open_process_descriptors()).close()
+        self.make_engine().close()
 
-    def split(self, ranks: Sequence[int], exchange: Callable[[Sequence[int]], list[list[int]]]) -> Membership | None:
+    def split(
+        self,
+        ranks: Sequence[int],
+        exchange: Callable[[Sequence[int]], list[list[int]]],
+        timeout_s: float,
+        require_going: Callable[[], None],
+    ) -> Membership | None:
         """A new membership for the ranks of this group that are in ``ranks``; None for the others. Called by all ranks.
 
         Args:
             ranks: in their new order, or none; the new group of this rank.
             exchange: gathers equally many integers from every rank of this group.
+            timeout_s: how long the ranks of different hosts may take to connect.
+            require_going: raises once this group has failed.
 
         Raises:
             RendezvousError: on every rank, if any of them could not join its new group.
         """
-        arena = membership = None
+        founding = _Founding(self, ranks)
+        membership = None
         problem = ""
-        offer = [0, 0, 0]
-        if ranks and ranks[0] == self.rank:
-            try:
-                arena, nonce = create_arena(len(ranks))
-                offer = [os.getpid(), arena.descriptor, nonce]
-            except Exception as error:
-                problem = words(error)
-        offers = exchange(offer)
-        if ranks and any(offers[ranks[0]]):  # else its first rank says why
-            try:
-                membership = Membership(
-                    ranks.index(self.rank),
-                    len(ranks),
-                    arena or map_arena(*offers[ranks[0]]),
-                    tuple(self.processes[rank] for rank in ranks),
-                    tuple(self.job_ranks[rank] for rank in ranks),
-                    self.calibration,
-                )
-            except Exception as error:
-                problem = words(error)
+        offer = [0] * _Founding.OFFER_SIZE
         try:
+            try:
+                offer = founding.offer()
+            except Exception as error:
+                problem = words(error)
+            offers = exchange(offer)
+            if ranks and all(any(offers[rank]) for rank in ranks):  # else one of them says why
+                try:
+                    membership = founding.join(offers, timeout_s, require_going)
+                except Exception as error:
+                    problem = words(error)
             _require_no_problem(problem, exchange)
         except BaseException:
             if membership is not None:
                 membership.leave()
             raise
+        finally:
+            founding.close()
         if membership is not None:
             membership.arena.close_descriptor()
         return membership
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a group on several hosts has besides.
+
+    Attributes:
+        topology: which ranks share a host.
+        host_names: per rank.
+        addresses: per rank, where its host can be reached.
+        secret: of the job.
+        connections: per rank a connected socket, of this process; -1 for ranks of this host.
+    """
+
+    topology: Topology
+    host_names: tuple[str, ...]
+    addresses: tuple[tuple[str, ...], ...]
+    secret: bytes = field(repr=False)
+    connections: list[int] = field(repr=False, compare=False)
+
+    def hand_over_connections(self) -> list[int]:
+        """The connections, which from now on are the caller's to close."""
+        handed = self.connections.copy()
+        self.connections.clear()
+        return handed
+
+
+class _Founding:
+    """How this rank founds a new group with others of its group."""
+
+    OFFER_SIZE = 5
+
+    def __init__(self, old: Membership, ranks: Sequence[int]) -> None:
+        self._old = old
+        self._ranks = ranks
+        self._mates = [rank for rank in ranks if old.is_on_this_host(rank)]
+        self._arena: _native.Arena | None = None
+        self._door: RankDoor | None = None
+
+    def offer(self) -> list[int]:
+        """What the others must know: OFFER_SIZE integers, not all of them 0."""
+        arena = [0, 0, 0]
+        port = 0
+        if self._mates and self._mates[0] == self._old.rank:
+            self._arena, nonce = create_arena(len(self._ranks))
+            arena = [os.getpid(), self._arena.descriptor, nonce]
+        network = self._old.network
+        if network is not None and len(self._mates) < len(self._ranks):
+            own = self._old.rank
+            self._door = RankDoor(self._ranks.index(own), network.secret, addresses=network.addresses[own])
+            port = self._door.way.port
+        return [1, *arena, port]
+
+    def join(self, offers: list[list[int]], timeout_s: float, require_going: Callable[[], None]) -> Membership:
+        """Take what the others offer."""
+        old, ranks = self._old, self._ranks
+        arena = self._arena or map_arena(*offers[self._mates[0]][1:4])
+        network = None
+        if old.network is not None and self._door is not None:
+            whole = old.network
+            ways = [
+                None if old.is_on_this_host(rank) else Way(whole.addresses[rank], offers[rank][4]) for rank in ranks
+            ]
+            token = f"{offers[ranks[0]][3]:x}"
+            network = Network(
+                Topology.of_hosts(whole.topology.host_of[rank] for rank in ranks),
+                tuple(whole.host_names[rank] for rank in ranks),
+                tuple(whole.addresses[rank] for rank in ranks),
+                whole.secret,
+                self._door.connect(token, ways, time.monotonic() + timeout_s, require_going),
+            )
+        return Membership(
+            ranks.index(old.rank),
+            len(ranks),
+            arena,
+            tuple(old.processes[rank] for rank in ranks),
+            tuple(old.job_ranks[rank] for rank in ranks),
+            old.calibration,
+            network,
+        )
+
+    def close(self) -> None:
+        """Nobody comes any more."""
+        if self._door is not None:
+            self._door.close()
 
 
 def _require_no_problem(problem: str, exchange: Callable[[Sequence[int]], list[list[int]]]) -> None:
@@ -170,22 +283,17 @@ def _geometry(world_size: int) -> tuple[int, int]:
 def map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:
     """The arena that ``process`` offers, if it is one, is this user's, and has no name that others could open."""
     try:
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise RendezvousError(
-            f"cannot open the shared memory of process {process}: {error}; all ranks must run on one host, as one user"
-        ) from error
+        own = open_memory_of(process, descriptor)
+    except (OSError, RuntimeError) as error:
+        raise RendezvousError(f"cannot open the shared memory of process {process}: {error}") from error
     try:
-        is_ours = os.fstat(own).st_uid == os.geteuid()
-        if not is_ours or not str(Path(f"/proc/self/fd/{own}").readlink()).startswith("/memfd:farandole"):
-            raise RuntimeError(f"process {process} offers a file that is not the shared memory of this user's job")
         arena = _native.Arena.map(own)
     except RuntimeError as error:
         os.close(own)
-        raise RendezvousError(f"{error}; all ranks must run on one host") from error
+        raise RendezvousError(str(error)) from error
     if arena.nonce != nonce:
         raise RendezvousError(
-            f"process {process} on this host is not the rank it should be; all ranks must run on one host"
+            f"process {process} on this host is not the rank it should be: it has the memory of another group"
         )
     return arena
 

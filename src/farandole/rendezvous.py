@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import farandole._native as _native
 from farandole.calibration import Calibration, calibration_in_use
+from farandole.connections import RankDoor, Way
+from farandole.door import Address
 from farandole.errors import RendezvousError
-from farandole.membership import LONGEST_REASON, Membership, create_arena, map_arena, words
-from farandole.store import Address, StoreClient, StoreServer
+from farandole.hosts import HostProof, topology_from
+from farandole.membership import LONGEST_REASON, Membership, Network, create_arena, map_arena, words
+from farandole.store import StoreClient, StoreServer
 
 __all__ = [
     "MAX_WORLD_SIZE",
@@ -203,15 +207,28 @@ class _Meeting:
         missing = [rank for rank, value in enumerate(values) if value is None]
         if missing and self.counted:
             self._require_all_alive()
-        (verdict,) = self.store.get_all([self._verdict], 0)
-        if verdict not in (None, _JOINED):
-            raise RendezvousError(verdict)
+        self._require_no_failure()
         if missing:
             raise RendezvousError(
                 f"rank {self.identity.rank} waited {self.timeout_s:g} s; of {self.identity.world_size} ranks these "
                 f"have not {did}: {', '.join(map(str, missing))}"
             )
         return [value for value in values if value is not None]
+
+    def require_going(self) -> None:
+        """Raise if this meeting has failed, or never can succeed.
+
+        Raises:
+            RendezvousError: it has.
+        """
+        if self.counted:
+            self._require_all_alive()
+        self._require_no_failure()
+
+    def _require_no_failure(self) -> None:
+        (verdict,) = self.store.get_all([self._verdict], 0)
+        if verdict not in (None, _JOINED):
+            raise RendezvousError(verdict)
 
     def agree(self) -> None:
         """Join if all do: the first to see that all can, or to give up, decides for everyone.
@@ -276,27 +293,21 @@ class _Meeting:
 def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membership:
     global _num_joins
     identity = meeting.identity
-    arena = membership = None
-    offer: list[int] = []
-    calibration = None
+    membership = None
     is_stray = False
     try:
-        if identity.rank == 0:
-            arena, nonce = create_arena(identity.world_size)
-            offer = [os.getpid(), arena.descriptor, nonce]
-            calibration = asdict(calibration_in_use())
-        cores = sorted(os.sched_getaffinity(0))
-        card = json.dumps(_Card(os.getpid(), identity.world_size, offer, cores, calibration)._asdict())
-        standing = meeting.set("rank", card)
-        if standing != card:
-            is_stray = True
-            other = _read_card(identity.rank, standing).process
-            raise RendezvousError(
-                f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
-            )
-        membership = _share_memory(meeting, arena, job_ranks or range(identity.world_size))
-        meeting.agree()
-        meeting.part()
+        with contextlib.closing(_Arrival(meeting)) as arrival:
+            card = arrival.card()
+            standing = meeting.set("rank", card)
+            if standing != card:
+                is_stray = True
+                other = _read_card(identity.rank, standing).process
+                raise RendezvousError(
+                    f"two processes claim rank {identity.rank}: {os.getpid()} and {other}; give each its own RANK"
+                )
+            membership = arrival.join(job_ranks or range(identity.world_size))
+            meeting.agree()
+            meeting.part()
     except BaseException as error:
         if is_stray:
             if meeting.counted:
@@ -310,21 +321,102 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
     return membership
 
 
-def _share_memory(meeting: _Meeting, arena: _native.Arena | None, job_ranks: Sequence[int]) -> Membership:
-    """All that this rank needs to join, once all have come; ``arena`` is that of rank 0, on rank 0."""
-    identity = meeting.identity
-    cards = [_read_card(rank, text) for rank, text in enumerate(meeting.get_all("rank", "joined"))]
-    sizes = {rank: card.world_size for rank, card in enumerate(cards)}
-    if len(set(sizes.values())) > 1:
-        raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
-    return Membership(
-        identity.rank,
-        identity.world_size,
-        arena or map_arena(*cards[0].arena),
-        tuple(card.process for card in cards),
-        tuple(job_ranks),
-        replace(Calibration.from_fields(cards[0].calibration), cores=len(set().union(*(card.cores for card in cards)))),
-    )
+class _Arrival:
+    """What a rank shows, sees and opens on its way into the group.
+
+    Raises:
+        RendezvousError: this process may open no more files.
+    """
+
+    def __init__(self, meeting: _Meeting) -> None:
+        self._meeting = meeting
+        self._identity = meeting.identity
+        self._door: RankDoor | None = None
+        try:
+            self._proof = HostProof.offer()
+        except OSError as error:
+            raise RendezvousError(f"cannot make a file in memory: {error}; raise the limit with ulimit -n") from error
+
+    def close(self) -> None:
+        """Nobody needs to look any more, nor to come."""
+        self._proof.withdraw()
+        if self._door is not None:
+            self._door.close()
+
+    def card(self) -> str:
+        """What this rank says of itself."""
+        is_first = self._identity.rank == 0
+        card = _Card(
+            os.getpid(),
+            self._identity.world_size,
+            [*self._proof],
+            sorted(os.sched_getaffinity(0)),
+            asdict(calibration_in_use()) if is_first else None,
+            secrets.token_hex(32) if is_first and not self._identity.secret else "",
+        )
+        return json.dumps(card._asdict())
+
+    def join(self, job_ranks: Sequence[int]) -> Membership:
+        """All that this rank needs to join, once all have come."""
+        meeting, identity = self._meeting, self._identity
+        cards = [_read_card(rank, text) for rank, text in enumerate(meeting.get_all("rank", "joined"))]
+        sizes = {rank: card.world_size for rank, card in enumerate(cards)}
+        if len(set(sizes.values())) > 1:
+            raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
+        proofs = [HostProof(*card.proof) for card in cards]
+        mates = [rank for rank, proof in enumerate(proofs) if self._proof.is_shared_with(proof)]
+        arena = None
+        offer: list[int] = []
+        if mates[0] == identity.rank:
+            arena, nonce = create_arena(identity.world_size)
+            offer = [os.getpid(), arena.descriptor, nonce]
+        secret = identity.secret or cards[0].secret.encode()
+        if len(mates) < identity.world_size:
+            self._door = RankDoor(identity.rank, secret, toward=identity.store[0])
+        way = Way((), 0) if self._door is None else self._door.way
+        meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
+        others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
+        topology = topology_from([card.mates for card in others], proofs)
+        arena = arena or map_arena(*others[mates[0]].arena)
+        network = None
+        if self._door is not None:
+            _warn_without_secret(identity)
+            ways = [
+                None if rank in mates else Way(tuple(card.addresses), card.port) for rank, card in enumerate(others)
+            ]
+            token = f"{others[0].arena[2]:x}"
+            network = Network(
+                topology,
+                tuple(proof.host_name for proof in proofs),
+                tuple(tuple(card.addresses) for card in others),
+                secret,
+                self._door.connect(token, ways, meeting.limit, meeting.require_going),
+            )
+        cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))
+        return Membership(
+            identity.rank,
+            identity.world_size,
+            arena,
+            tuple(card.process for card in cards),
+            tuple(job_ranks),
+            replace(Calibration.from_fields(cards[0].calibration), cores=cores),
+            network,
+        )
+
+
+def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
+    return len(set().union(*(cards[rank].cores for rank in ranks)))
+
+
+def _warn_without_secret(identity: Identity) -> None:
+    if identity.rank == 0 and not identity.secret:
+        warnings.warn(
+            "this job runs on several hosts without a secret: whoever can reach the place where its ranks meet can "
+            "take part in it. Give all ranks the same long random text in FARANDOLE_SECRET, or in a file (chmod 600) "
+            "that FARANDOLE_SECRET_FILE names.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Card(NamedTuple):
@@ -333,26 +425,43 @@ class _Card(NamedTuple):
     Attributes:
         process: its number.
         world_size: as the rank was told.
-        arena: of rank 0: process, descriptor and nonce of the arena; empty for others.
+        proof: see `HostProof`.
         cores: that its process may use.
         calibration: of rank 0.
+        secret: of rank 0, where the job has none yet: whoever can read this is trusted.
     """
 
     process: int
     world_size: int
-    arena: list[int]
+    proof: list[Any]
     cores: list[int]
     calibration: Any
+    secret: str
+
+
+class _HostCard(NamedTuple):
+    """What a rank says of its host.
+
+    Attributes:
+        mates: the ranks that it shares memory with, itself included.
+        arena: of the first of them: process, descriptor and nonce of the arena; empty for others.
+        addresses, port: where ranks of other hosts find its door; none and 0 if there are no other hosts.
+    """
+
+    mates: list[int]
+    arena: list[int]
+    addresses: list[str]
+    port: int
 
 
 def _read_card(rank: int, text: str) -> _Card:
     """What rank ``rank`` says; nothing but numbers where there must be some."""
     try:
         card = _Card(**json.loads(text))
-        numbers = [card.process, card.world_size, *card.arena, *card.cores]
-        is_sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-        is_sound &= 0 < card.process < 2**31 and len(card.arena) == (0 if rank else 3)
-        is_sound &= all(number < 2**31 for number in card.arena[:2])
+        is_sound = _are_numbers([card.process, card.world_size, *card.cores], 2**63)
+        is_sound &= _are_numbers([*card.proof[:2], card.process - 1], 2**31 - 1)
+        is_sound &= len(card.proof) == len(HostProof._fields) and all(type(one) is str for one in card.proof[2:])
+        is_sound &= type(card.secret) is str
     except (TypeError, ValueError, RecursionError):
         is_sound = False
     if not is_sound:
@@ -360,3 +469,23 @@ def _read_card(rank: int, text: str) -> _Card:
             f"what stands for rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
         )
     return card
+
+
+def _read_host_card(rank: int, text: str) -> _HostCard:
+    try:
+        card = _HostCard(**json.loads(text))
+        is_first = card.mates[0] == rank
+        is_sound = _are_numbers([*card.mates, *card.arena], 2**63) and _are_numbers(card.arena[:2], 2**31)
+        is_sound &= len(card.arena) == (3 if is_first else 0) and rank in card.mates
+        is_sound &= all(type(address) is str for address in card.addresses) and _are_numbers([card.port], 2**16)
+    except (TypeError, ValueError, LookupError, RecursionError):
+        is_sound = False
+    if not is_sound:
+        raise RendezvousError(
+            f"what stands for the host of rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
+        )
+    return card
+
+
+def _are_numbers(values: Sequence[Any], limit: int) -> bool:
+    return all(type(value) is int and 0 <= value < limit for value in values)

@@ -34,6 +34,8 @@ from farandole.work import Receipt, Work, require_timeout
 __all__ = ["Runner", "open_runners", "close_all", "close_at_exit", "tell_at_exit"]
 
 _CLOSE_GRACE_S = 1.0
+_HEARING_S = 0.5
+_PAUSE_S = 0.002
 _SPINS = 2000
 _SMALLEST_MAPPED_BYTES = 256 * 1024
 _SPINS_WHEN_CROWDED = 20
@@ -108,17 +110,16 @@ class Runner:
 
     def __init__(self, membership: Membership) -> None:
         num_cores = membership.calibration.cores
+        num_busy = len(membership.mates) * (1 if membership.network is None else 2)  # a thread for the other hosts
         spins, background_spins = (
-            _SPINS if threads * membership.world_size <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
+            _SPINS if threads * num_busy <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
         )
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
         self._processes = membership.processes
         self._identity = f"{membership.arena.nonce:x}"
-        self._engine = _native.Engine(
-            arena=membership.arena,
-            rank=membership.rank,
-            process_descriptors=membership.open_process_descriptors(),
+        self._is_on_this_host = membership.is_on_this_host
+        self._engine = membership.make_engine(
             spins=spins,
             background_spins=background_spins,
             yields=_YIELDS,
@@ -127,7 +128,11 @@ class Runner:
         )
         self._postbox = _native.Postbox(self._engine)
         self._calls = CallTable(
-            membership.rank, membership.world_size, membership.arena.slot_bytes, membership.calibration
+            membership.rank,
+            membership.world_size,
+            membership.arena.slot_bytes,
+            membership.calibration,
+            membership.topology,
         )
         self.repeats = _native.Repeats(self._engine)
         self._lock = threading.RLock()  # guards what follows; a signal handler may come in between
@@ -307,7 +312,7 @@ class Runner:
                     "refused": record.refused if record.refusal else None,
                     "has_closed": record.closed,
                     "is_gone": self.is_lost(rank),
-                    "is_stopped": _is_stopped(self._processes[rank]),
+                    "is_stopped": self._is_stopped(rank),
                 }
             )
         stopped = None if reason == Abort.NONE else f"{Abort(reason).name.lower().replace('_', ' ')}, rank {subject}"
@@ -349,9 +354,7 @@ class Runner:
         self._require_own_process()
         if self.closed:
             raise CommunicatorClosedError("this communicator was closed on this rank, which takes no part any more")
-        for rank in range(membership.world_size):
-            if self.is_lost(rank):
-                self._engine.abort(int(Abort.PEER_LOST), rank)
+        self._abort_if_any_is_lost()
         if not self.aborted:
             raise ArgumentError(
                 "nothing has failed, so there is nobody to leave behind; use split() for a smaller group"
@@ -367,6 +370,17 @@ class Runner:
             self._tell()
             with contextlib.suppress(CommunicationError):  # the failure, which is why it was called
                 self.close()
+
+    def require_going(self) -> None:
+        """Raise if the communicator has failed, or a rank is lost so that it is about to."""
+        self._abort_if_any_is_lost()
+        if self.aborted:
+            raise self._error_of(*self._engine.aborted(), None)
+
+    def _abort_if_any_is_lost(self) -> None:
+        for rank in range(len(self._processes)):
+            if self.is_lost(rank):
+                self._engine.abort(int(Abort.PEER_LOST), rank)
 
     def refuse(self, name: str, error: Exception) -> None:
         """See `Communicator.refuse`."""
@@ -440,6 +454,7 @@ class Runner:
     def _error_of(self, status: int, subject: int, call: Call | None) -> CommunicationError:
         with self._lock:
             if self._failure is None:
+                self._hear_the_others()
                 records = [CallRecord(*record) for record in self._engine.calls()]
                 messages = [MessageRecord(*record) for record in self._engine.messages()]
                 self._failure = explain_failure(
@@ -450,10 +465,20 @@ class Runner:
                     messages=messages,
                     call=call,
                     job_ranks=self._job_ranks,
-                    stopped=[rank for rank, process in enumerate(self._processes) if _is_stopped(process)],
+                    stopped=[rank for rank in range(len(records)) if self._is_stopped(rank)],
                 )
                 self._write_flight_record(self._failure)
             return _copy_of(self._failure)
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether somebody has stopped its process; of other hosts this is not known."""
+        return self._is_on_this_host(rank) and _is_stopped(self._processes[rank])
+
+    def _hear_the_others(self) -> None:
+        """Let ranks on other hosts say what they were in when all ended; those that cannot, need not."""
+        limit = time.monotonic() + _HEARING_S
+        while not self._engine.has_heard_all() and time.monotonic() < limit:
+            time.sleep(_PAUSE_S)
 
     def flight_record(self) -> list[FlightEntry]:
         """See `Communicator.flight_record`."""

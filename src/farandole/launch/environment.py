@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.launch.over_mpi import join_over_mpi
 from farandole.launch.under_torchrun import join_at_agent
 from farandole.membership import Membership, join_alone
 from farandole.rendezvous import Identity, join
-from farandole.store import Address
 
 __all__ = ["Seat", "join_job", "seat_from", "secret_from"]
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from farandole.door import MAX_UNPROVED
 from farandole.errors import ArgumentError
 from farandole.rendezvous import MAX_WORLD_SIZE, tell_of_end
-from farandole.store import MAX_UNPROVED, StoreServer
+from farandole.store import StoreServer
 
 __all__ = ["JobResult", "RankFailure", "run_processes"]
 

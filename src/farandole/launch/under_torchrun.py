@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.membership import Membership
 from farandole.rendezvous import join_at
-from farandole.store import Address
 from farandole.torch_store import StoreMeetingPlace, meeting_name
 
 __all__ = ["join_at_agent"]

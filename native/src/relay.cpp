@@ -1,0 +1,557 @@
+#include "relay.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "plan.hpp"
+#include "waiting.hpp"
+
+namespace farandole {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "frames are in this byte order");
+
+// What is received before it is known where it belongs.
+constexpr std::size_t kStagedBytes = 16 * 1024;
+
+// How often the records of a rank are compared with what the other hosts know of them.
+constexpr std::chrono::milliseconds kBetweenRecords{100};
+
+// How long a relay that closes waits for a host that takes nothing.
+constexpr std::chrono::seconds kLingering{5};
+
+// How often the thread lets others of its core run, looking for more, before it sleeps.
+constexpr int kLooksBeforeSleep = 3;
+
+constexpr std::uint32_t kBell = 0xffffffff;
+constexpr std::uint64_t kBytesOfLabel = (std::uint64_t{1} << 56) - 1;  // see postbox.cpp
+
+constexpr std::array<Traffic, 2> kTraffics{Traffic::collectives, Traffic::messages};
+
+// A process forked from that of a relay has its sockets, too, and would hold up their end.
+class OpenSockets {
+ public:
+  static OpenSockets& instance() {
+    static auto* all = new OpenSockets;  // for as long as there is any thread
+    return *all;
+  }
+  void add(int socket) {
+    const std::lock_guard lock(mutex_);
+    sockets_.insert(socket);
+  }
+  void close(int socket) {
+    const std::lock_guard lock(mutex_);
+    sockets_.erase(socket);
+    ::close(socket);
+  }
+
+ private:
+  OpenSockets() {
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] {
+                     for (const int socket : instance().sockets_) ::close(socket);
+                     instance().mutex_.unlock();
+                   });
+  }
+
+  std::mutex mutex_;  // guards what follows
+  std::set<int> sockets_;
+};
+
+// Everything that a rank tells of itself, in one order: calls visit(word) for each.
+template <typename Visit>
+void for_each_word(RankState& state, const Visit& visit) {
+  CallRecord& call = state.call;
+  for (auto* word :
+       {&call.sequence, &call.finished, &call.what, &call.count, &call.payload_bytes,
+        &call.agreement, &call.misfit_bytes, &call.expected_bytes, &call.misfit_rank}) {
+    visit(*word);
+  }
+  visit(call.timeout_ns);
+  MessageRecord& message = state.message;
+  for (auto* word : {&message.posted, &message.what, &message.bytes, &message.arrived_what,
+                     &message.arrived_bytes}) {
+    visit(*word);
+  }
+  visit(message.tag);
+  visit(message.timeout_ns);
+  visit(state.refusal.calls);
+  visit(state.refusal.messages);
+  for (auto& word : state.refusal.text) visit(word);
+}
+
+std::int64_t nanoseconds_now() noexcept {
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+}  // namespace
+
+Relay::Relay(std::shared_ptr<const Arena> arena, std::uint32_t rank, std::vector<int> connections,
+             HeapAt heap_at)
+    : arena_(std::move(arena)),
+      rank_(rank),
+      heap_at_(std::move(heap_at)),
+      slot_bytes_(arena_->geometry().slot_bytes),
+      num_slots_(arena_->geometry().num_slots),
+      peers_(arena_->geometry().world_size) {
+  for (std::uint32_t other = 0; other < peers_.size(); ++other) {
+    if (connections.at(other) < 0) continue;
+    auto peer = std::make_unique<Peer>();
+    peer->rank = other;
+    peer->socket = connections[other];
+    peer->staged.resize(kStagedBytes);
+    for (const Traffic traffic : kTraffics) {
+      Lane& lane = peer->lanes[static_cast<std::size_t>(traffic)];
+      lane.outgoing = Reader(*arena_, rank_, other, other, traffic);
+      lane.incoming = Writer(*arena_, other, rank_, traffic);
+    }
+    OpenSockets::instance().add(peer->socket);
+    peers_[other] = std::move(peer);
+  }
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  bell_.event = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (epoll_ < 0 || bell_.event < 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot watch connections");
+  }
+  watch(bell_.event, EPOLLIN | EPOLLET, kBell);
+  for (const auto& peer : peers_) {
+    if (peer) watch(peer->socket, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, peer->rank);
+  }
+  thread_ = std::thread(&Relay::serve, this);
+}
+
+Relay::~Relay() {
+  close();
+  ::close(epoll_);
+  ::close(bell_.event);
+}
+
+void Relay::watch(int descriptor, std::uint32_t events, std::uint32_t rank) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u32 = rank;
+  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, descriptor, &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot watch a connection");
+  }
+}
+
+bool Relay::is_gone(std::uint32_t peer) const noexcept {
+  return peers_[peer]->gone.load(std::memory_order_acquire);
+}
+
+bool Relay::has_heard_all() const noexcept {
+  return std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) {
+    return !peer || peer->gone.load(std::memory_order_acquire) ||
+           peer->heard_all.load(std::memory_order_acquire);
+  });
+}
+
+void Relay::tell() noexcept {
+  records_due_.store(true, std::memory_order_seq_cst);
+  wake(bell_);
+}
+
+void Relay::close() noexcept {
+  if (!thread_.joinable()) return;
+  records_due_.store(true, std::memory_order_seq_cst);
+  closing_.store(true, std::memory_order_seq_cst);
+  wake(bell_);
+  thread_.join();
+}
+
+void Relay::serve() noexcept {
+  next_look_ = Clock::now();
+  Clock::time_point last_move = next_look_;
+  int looks = 0;
+  while (!(closing_.load(std::memory_order_seq_cst) &&
+           (is_through() || Clock::now() - last_move > kLingering))) {
+    bool moved = false;
+    try {
+      moved = pass();
+    } catch (const std::bad_alloc&) {  // it cannot go on, and the others see that
+      break;
+    }
+    if (moved) {
+      looks = 0;
+      last_move = Clock::now();
+    } else if (looks < kLooksBeforeSleep) {
+      ++looks;
+      sched_yield();
+      look_at_sockets(std::chrono::milliseconds{0});
+    } else {
+      looks = 0;
+      sleep();
+    }
+  }
+  for (const auto& peer : peers_) {
+    if (peer) lose(*peer);
+  }
+}
+
+bool Relay::is_through() const noexcept {
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [](const auto& peer) { return !peer || peer->socket < 0; });
+}
+
+// Waits for something to happen, for at most kSlice. pre: nothing could be moved
+void Relay::sleep() noexcept {
+  bell_.sleeping.store(1, std::memory_order_seq_cst);
+  const bool is_called = records_due_.load(std::memory_order_seq_cst) ||
+                         (closing_.load(std::memory_order_seq_cst) && is_through());
+  const bool has_work =
+      is_called || std::any_of(peers_.begin(), peers_.end(), [&](const auto& peer) {
+        return peer && (choose_frame(*peer) || place_kept(*peer));
+      });
+  look_at_sockets(has_work ? std::chrono::milliseconds{0} : kSlice);
+  bell_.sleeping.store(0, std::memory_order_seq_cst);
+}
+
+void Relay::look_at_sockets(std::chrono::milliseconds limit) noexcept {
+  std::array<epoll_event, 64> events;
+  const int num_events = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()),
+                                    static_cast<int>(limit.count()));
+  for (int i = 0; i < num_events; ++i) {
+    const epoll_event& event = events[static_cast<std::size_t>(i)];
+    if (event.data.u32 == kBell) continue;  // edge-triggered: what is counted there is of no use
+    Peer& peer = *peers_[event.data.u32];
+    peer.writable |= (event.events & EPOLLOUT) != 0;
+    peer.readable |= (event.events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0;
+  }
+}
+
+// Lets every connection go on by one frame each way. False if none could.
+bool Relay::pass() {
+  const bool due = records_due_.exchange(false, std::memory_order_seq_cst);
+  const bool is_aborted = arena_->header().abort.load(std::memory_order_acquire) != 0;
+  if (due || (is_aborted && last_records_.is_last == 0)) {
+    look_at_records();
+  } else if (const auto now = Clock::now(); now >= next_look_) {
+    look_at_records();
+  }
+  bool moved = false;
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    moved |= place_kept(*peer);
+    if (peer->socket >= 0) moved |= send_to(*peer);
+    if (peer->socket >= 0) moved |= receive_from(*peer);
+  }
+  return moved;
+}
+
+// -- sending
+
+bool Relay::send_to(Peer& peer) {
+  if (!peer.writable || !choose_frame(peer)) return false;
+  Frame& frame = *peer.departing;
+  std::array<iovec, 2> parts;
+  std::size_t num_parts = 0;
+  const std::size_t whole = sizeof(Frame) + frame.bytes;
+  if (peer.departed < sizeof(Frame)) {
+    parts[num_parts++] = {reinterpret_cast<std::byte*>(&frame) + peer.departed,
+                          sizeof(Frame) - peer.departed};
+  }
+  if (frame.bytes != 0) {
+    const std::size_t of_data = peer.departed - std::min(peer.departed, sizeof(Frame));
+    parts[num_parts++] = {const_cast<std::byte*>(peer.source) + of_data, frame.bytes - of_data};
+  }
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = num_parts;
+  const ssize_t sent = sendmsg(peer.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      peer.writable = false;
+      return false;
+    }
+    if (errno == EINTR) return true;
+    peer.writable = false;  // what came before it ended is still to be received
+    peer.departing.reset();
+    return false;
+  }
+  peer.departed += static_cast<std::size_t>(sent);
+  if (peer.departed == whole) finish_frame(peer);
+  return true;
+}
+
+// Makes sure that there is a frame to send. False if there is nothing to say.
+bool Relay::choose_frame(Peer& peer) {
+  if (peer.departing) return peer.writable;
+  if (peer.has_closed || peer.socket < 0 || !peer.writable) return false;
+  Frame frame;
+  const std::uint64_t abort = arena_->header().abort.load(std::memory_order_acquire);
+  const bool closing = closing_.load(std::memory_order_seq_cst);
+  const auto has_segment = [&](Lane& lane) {
+    return abort == 0 && (closing || lane.in_flight < num_slots_) && lane.outgoing.has_data();
+  };
+  std::uint64_t owed = 0;
+  for (std::size_t i = 0; i < peer.lanes.size(); ++i) {
+    Lane& lane = peer.lanes[i];
+    frame.taken[i] = static_cast<std::uint32_t>(lane.incoming.taken() - lane.credited);
+    owed = std::max<std::uint64_t>(owed, frame.taken[i]);
+  }
+  if (peer.owes_records) {
+    frame.kind = Kind::records;
+    frame.bytes = sizeof(Records);
+    peer.sent = last_records_;
+    peer.sent.now_ns = nanoseconds_now();
+    peer.source = reinterpret_cast<const std::byte*>(&peer.sent);
+    peer.owes_records = false;
+  } else if (abort != 0 && peer.owes_abort && last_records_.is_last != 0) {
+    frame.kind = Kind::abort;
+    frame.label.fingerprint = abort;
+    peer.owes_abort = false;
+  } else if (has_segment(peer.lanes[peer.next_lane]) ||
+             has_segment(peer.lanes[1 - peer.next_lane])) {
+    const std::uint32_t which =
+        has_segment(peer.lanes[peer.next_lane]) ? peer.next_lane : 1 - peer.next_lane;
+    Lane& lane = peer.lanes[which];
+    const Label& label = lane.outgoing.label();
+    const std::uint64_t total = label.total_bytes & kBytesOfLabel;
+    const std::size_t bytes =
+        std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.position);
+    frame.kind = static_cast<Kind>(which);
+    frame.bytes = static_cast<std::uint32_t>(bytes);
+    frame.label = {label.fingerprint, label.total_bytes, 0};
+    peer.source =
+        label.heap_position == 0 ? lane.outgoing.data(bytes) : heap_at_(label.heap_position - 1);
+    peer.next_lane = 1 - which;
+  } else if (2 * owed >= num_slots_) {
+    frame.kind = Kind::credit;
+  } else if (closing && !records_due_.load(std::memory_order_seq_cst)) {
+    frame.kind = Kind::close;
+  } else {
+    return false;
+  }
+  for (std::size_t i = 0; i < peer.lanes.size(); ++i) peer.lanes[i].credited += frame.taken[i];
+  peer.departing = frame;
+  peer.departed = 0;
+  return true;
+}
+
+void Relay::finish_frame(Peer& peer) {
+  const Frame frame = *std::exchange(peer.departing, std::nullopt);
+  if (frame.kind == Kind::close) {
+    peer.has_closed = true;
+    shutdown(peer.socket, SHUT_WR);
+  }
+  if (frame.kind != Kind::collectives && frame.kind != Kind::messages) return;
+  Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
+  lane.position += frame.bytes;
+  if (lane.position == (frame.label.total_bytes & kBytesOfLabel)) lane.position = 0;
+  ++lane.in_flight;
+  lane.outgoing.release();
+  add(bytes_sent_, frame.bytes);
+}
+
+// -- receiving
+
+bool Relay::receive_from(Peer& peer) {
+  bool moved = false;
+  if (!peer.arriving) {
+    while (peer.staged_end - peer.staged_begin < sizeof(Frame)) {
+      if (!fill(peer, nullptr, 0)) return moved;
+      moved = true;
+    }
+    Frame frame;
+    std::memcpy(&frame, peer.staged.data() + peer.staged_begin, sizeof(Frame));
+    peer.staged_begin += sizeof(Frame);
+    if (!accept_frame(peer, frame)) {
+      lose(peer);
+      return true;
+    }
+  }
+  while (peer.arrived < peer.arriving->bytes) {
+    const std::size_t left = peer.arriving->bytes - peer.arrived;
+    const std::size_t staged = std::min(left, peer.staged_end - peer.staged_begin);
+    if (staged != 0) {
+      std::memcpy(peer.target + peer.arrived, peer.staged.data() + peer.staged_begin, staged);
+      peer.staged_begin += staged;
+      peer.arrived += staged;
+    } else if (!fill(peer, peer.target + peer.arrived, left)) {
+      return moved;
+    }
+    moved = true;
+  }
+  deliver(peer);
+  return true;
+}
+
+// Receives what there is: first `bytes` bytes of `target`, and what comes after them into what is
+// staged. False if there is nothing, or never will be.
+bool Relay::fill(Peer& peer, std::byte* target, std::size_t bytes) {
+  if (!peer.readable) return false;
+  const std::size_t kept = peer.staged_end - peer.staged_begin;
+  std::memmove(peer.staged.data(), peer.staged.data() + peer.staged_begin, kept);
+  peer.staged_begin = 0;
+  peer.staged_end = kept;
+  std::array<iovec, 2> parts{
+      {{target, bytes}, {peer.staged.data() + kept, peer.staged.size() - kept}}};
+  msghdr message{};
+  message.msg_iov = bytes != 0 ? parts.data() : parts.data() + 1;
+  message.msg_iovlen = bytes != 0 ? 2 : 1;
+  const ssize_t result = recvmsg(peer.socket, &message, MSG_DONTWAIT);
+  if (result > 0) {
+    const auto received = static_cast<std::size_t>(result);
+    peer.arrived += std::min(received, bytes);
+    peer.staged_end += received - std::min(received, bytes);
+    return true;
+  }
+  if (result < 0 && errno == EINTR) return true;
+  peer.readable = false;
+  if (result == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) lose(peer);
+  return false;
+}
+
+// Takes what a header says, and decides where what follows it goes. False if it makes no sense.
+bool Relay::accept_frame(Peer& peer, const Frame& frame) {
+  for (std::size_t i = 0; i < peer.lanes.size(); ++i) {
+    Lane& lane = peer.lanes[i];
+    if (frame.taken[i] > lane.in_flight) return false;
+    lane.in_flight -= frame.taken[i];
+  }
+  peer.arriving = frame;
+  peer.arrived = 0;
+  switch (frame.kind) {
+    case Kind::collectives:
+    case Kind::messages: {
+      Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
+      if (frame.bytes > slot_bytes_ || lane.kept.size() > num_slots_) return false;
+      if (lane.kept.empty() && lane.incoming.has_room()) {
+        peer.target = lane.incoming.place(frame.bytes);
+      } else {
+        peer.unslotted.emplace(Kept{frame.label, std::vector<std::byte>(frame.bytes)});
+        peer.target = peer.unslotted->data.data();
+      }
+      return true;
+    }
+    case Kind::records:
+      peer.target = reinterpret_cast<std::byte*>(&peer.records);
+      return frame.bytes == sizeof(Records);
+    case Kind::credit:
+    case Kind::abort:
+    case Kind::close:
+      return frame.bytes == 0;
+  }
+  return false;
+}
+
+// Does with a frame what it is for, now that all of it is here.
+void Relay::deliver(Peer& peer) {
+  const Frame frame = *std::exchange(peer.arriving, std::nullopt);
+  switch (frame.kind) {
+    case Kind::collectives:
+    case Kind::messages: {
+      Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
+      add(bytes_received_, frame.bytes);
+      if (peer.unslotted) {
+        lane.kept.push_back(*std::exchange(peer.unslotted, std::nullopt));
+      } else {
+        lane.incoming.publish(peer.target, frame.bytes, frame.label);
+      }
+      return;
+    }
+    case Kind::records:
+      mirror(peer.rank, peer.records);
+      if (peer.records.is_last != 0) peer.heard_all.store(true, std::memory_order_release);
+      return;
+    case Kind::abort: {
+      std::uint64_t none = 0;
+      arena_->header().abort.compare_exchange_strong(none, frame.label.fingerprint,
+                                                     std::memory_order_acq_rel);
+      ring_all(*arena_);
+      return;
+    }
+    case Kind::close:
+      arena_->rank(peer.rank).closed.store(1, std::memory_order_release);
+      lose(peer);
+      return;
+    case Kind::credit:
+      return;
+  }
+}
+
+// Publishes what there was no slot for, as far as there is one now.
+bool Relay::place_kept(Peer& peer) {
+  bool moved = false;
+  for (Lane& lane : peer.lanes) {
+    while (!lane.kept.empty() && lane.incoming.has_room()) {
+      const Kept& kept = lane.kept.front();
+      lane.incoming.publish(kept.data.data(), kept.data.size(), kept.label);
+      lane.kept.pop_front();
+      moved = true;
+    }
+  }
+  if (moved && peer.socket < 0) bury(peer);
+  return moved;
+}
+
+// Ends a connection, for whatever reason.
+void Relay::lose(Peer& peer) noexcept {
+  if (peer.socket < 0) return;
+  OpenSockets::instance().close(std::exchange(peer.socket, -1));
+  peer.arriving.reset();
+  peer.departing.reset();
+  bury(peer);
+}
+
+// Has it known that a rank is gone, once all that it published is where it belongs.
+void Relay::bury(Peer& peer) noexcept {
+  for (const Lane& lane : peer.lanes) {
+    if (!lane.kept.empty()) return;
+  }
+  peer.gone.store(true, std::memory_order_release);
+  ring(*arena_, rank_);
+}
+
+// -- records
+
+void Relay::look_at_records() {
+  next_look_ = Clock::now() + kBetweenRecords;
+  Records records;
+  // First: with an abort come the records as they were when it happened.
+  records.is_last = arena_->header().abort.load(std::memory_order_acquire) != 0 ? 1 : 0;
+  auto word = records.words.begin();
+  RankState& state = arena_->rank(rank_);
+  for_each_word(state, [&](const auto& one) {
+    *word++ = static_cast<std::uint64_t>(one.load(std::memory_order_relaxed));
+  });
+  *word++ = static_cast<std::uint64_t>(state.call.began_ns.load(std::memory_order_relaxed));
+  for (const auto& one : state.board.words) *word++ = one.load(std::memory_order_acquire);
+  if (records.words == last_records_.words && records.is_last == last_records_.is_last) return;
+  last_records_ = records;
+  for (const auto& peer : peers_) {
+    if (peer) peer->owes_records = true;
+  }
+}
+
+// Several relays of this host may do so at once, for one rank; what they write is hers alone.
+void Relay::mirror(std::uint32_t rank, const Records& records) const noexcept {
+  RankState& state = arena_->rank(rank);
+  auto word = records.words.begin();
+  for_each_word(state, [&]<typename Word>(std::atomic<Word>& one) {
+    one.store(static_cast<Word>(*word++), std::memory_order_relaxed);
+  });
+  const auto age_ns = records.now_ns - static_cast<std::int64_t>(*word++);
+  state.call.began_ns.store(nanoseconds_now() - age_ns, std::memory_order_relaxed);
+  auto& board = state.board.words;
+  for (std::size_t i = board.size(); i-- > 0;) {
+    const std::uint64_t value = *(word + static_cast<std::ptrdiff_t>(i));
+    if (value != 0) board[i].store(value, std::memory_order_release);
+  }
+}
+
+}  // namespace farandole
