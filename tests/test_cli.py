@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import farandole.cli
-from farandole.algorithms import ALGORITHMS, names
+from farandole.algorithms import ALGORITHMS, HIERARCHICAL, build, names
 from farandole.cli import app, main
 from farandole.cli.algorithm_argument import load_algorithm, schedules_of
 from farandole.cli.bench import counts_between, parse_size
@@ -28,6 +28,7 @@ from farandole.cost_model import bus_factor
 from farandole.dtypes import DTYPES, REDUCE_OPS, dtype_named, require_reducible
 from farandole.errors import ArgumentError, FarandoleError, MalformedScheduleError
 from farandole.launch import JobResult
+from farandole.topology import Topology
 
 bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
 run_module = importlib.import_module("farandole.cli.run")
@@ -167,7 +168,19 @@ def test_a_name_means_every_collective_that_has_it():
 
 def test_no_name_means_all():
     everything = [(collective, name) for collective in ALGORITHMS for name in names(collective)]
-    assert [(s.collective, s.name) for s in schedules_of(None, 3)] == everything
+    topology = Topology.parse("2+1")
+    assert [(s.collective, s.name) for s in schedules_of(None, 3, topology=topology)] == everything
+    flat = [(collective, name) for collective, name in everything if name not in HIERARCHICAL]
+    assert [(s.collective, s.name) for s in schedules_of(None, 3)] == flat
+    of_reduce = [name for collective, name in flat if collective == "reduce"]
+    assert [s.name for s in schedules_of(None, 3, collective="reduce")] == of_reduce
+
+
+def test_an_algorithm_that_knows_hosts_is_given_them():
+    topology = Topology.parse("0,1,0")
+    for schedule in schedules_of("hierarchical", 3, root=1, topology=topology):
+        root = 1 if schedule.collective in ("broadcast", "reduce") else 0
+        assert schedule == build(schedule.collective, "hierarchical", 3, root, topology)
 
 
 def test_a_root_goes_to_the_collectives_that_have_one():
@@ -285,11 +298,49 @@ def test_verify_of_everything_fits_the_terminal(ranks, columns):
     assert "…" not in result.stdout
 
 
+@pytest.mark.parametrize("columns", [80, 150])
+def test_verify_on_several_hosts_proves_those_that_know_them_too(columns):
+    result = invoke("verify", "--hosts", "3+2", columns=columns)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "59 proved" in result.stdout
+    assert "2H rounds, two of them" in words(result.stdout)
+    assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "ring", "--hosts", "2x"), "hosts is '2x'; give '2x4' (2 hosts of 4 ranks), '3+1'"),
+        (
+            ("draw", "ring", "--hosts", "2x4", "-n", "6"),
+            "--ranks is 6, but --hosts 2x4 has 8 ranks; give one of the two",
+        ),
+        (("explain", "gather", "8", "--hosts", "64x64"), "--hosts 64x64 has 4096 ranks; at most 1024 are allowed"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(monkeypatch, capsys, arguments, message):
+    assert exit_of_main(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_and_hosts_may_say_the_same():
+    assert invoke("verify", "tree", "--hosts", "2x4", "-n", 8).exit_code == 0
+
+
+def test_draw_on_several_hosts():
+    result = invoke("draw", "hierarchical", "--hosts", "2x2", "-c", "all_gather")
+    assert result.exit_code == 0
+    assert "all_gather hierarchical on 4 ranks: 4 chunks, 2 steps" in words(result.stdout)
+    assert "Proved: this is an all_gather." in result.stdout
+
+
 def test_verify_as_json():
     result = invoke("verify", "--ranks", 2, "--json")
     assert result.exit_code == 0
     outcomes = json.loads(result.stdout)
-    assert [(o["collective"], o["algorithm"]) for o in outcomes] == [(c, n) for c in ALGORITHMS for n in names(c)]
+    flat = [(c, n) for c in ALGORITHMS for n in names(c) if n not in HIERARCHICAL]
+    assert [(o["collective"], o["algorithm"]) for o in outcomes] == flat
     assert all(o["proved"] and o["counterexample"] is None and o["closed_form"] for o in outcomes)
     assert set(outcomes[0]) == {
         "collective",

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from conftest import WORLD_SIZES
 from reference import DTYPES, PAIRS, assert_close, data, numpy_dtype, reduced
+from topologies import build
 
 from farandole import algorithms
+from farandole.schedule import Schedule
 
 ACROSS_SEGMENTS = 9001  # elements that fill several segments, the last one partly
 
@@ -34,6 +36,11 @@ def starts(parts: list[int]) -> list[int]:
     return [sum(parts[:r]) for r in range(len(parts))]
 
 
+def on_hosts(collective: str, name: str, world_size: int, root: int = 0) -> str | Schedule:
+    """The name; of an algorithm that knows hosts, its schedule for several."""
+    return build(collective, name, world_size, root) if name in algorithms.HIERARCHICAL else name
+
+
 def each_case(world_size: int):
     """Every (dtype, op), with the counts going round, and every count for float32 sums."""
     counts = counts_for(world_size)
@@ -45,8 +52,9 @@ def each_case(world_size: int):
 def test_all_reduce_equals_the_reference_with_the_same_bits_on_all_ranks(worlds, algorithm):
     for n in WORLD_SIZES:
         cases = list(each_case(n))
+        chosen = on_hosts("all_reduce", algorithm, n)
 
-        def body(comm, cases=cases, algorithm=algorithm):
+        def body(comm, cases=cases, algorithm=chosen):
             results = []
             for i, (dtype, op, count) in enumerate(cases):
                 mine = data(comm.rank, count, dtype, op)
@@ -70,8 +78,9 @@ def test_all_reduce_equals_the_reference_with_the_same_bits_on_all_ranks(worlds,
 def test_reduce_scatter_equals_the_reference_for_even_and_uneven_parts(worlds, algorithm):
     for n in WORLD_SIZES:
         cases = [(*case, (split, uneven)[i % 2](case[2], n)) for i, case in enumerate(each_case(n))]
+        chosen = on_hosts("reduce_scatter", algorithm, n)
 
-        def body(comm, cases=cases, algorithm=algorithm):
+        def body(comm, cases=cases, algorithm=chosen):
             results = []
             for dtype, op, count, parts in cases:
                 mine = data(comm.rank, count, dtype, op)
@@ -98,7 +107,7 @@ def test_reduce_equals_the_reference_at_every_root_and_changes_nothing_elsewhere
             for dtype, op, count, root in cases:
                 mine = data(comm.rank, count, dtype, op)
                 before = mine.copy()
-                result = comm.reduce(mine, root, op, algorithm=algorithm)
+                result = comm.reduce(mine, root, op, algorithm=on_hosts("reduce", algorithm, comm.world_size, root))
                 assert result is mine
                 if comm.rank == root:
                     results.append(result)
@@ -119,8 +128,9 @@ def test_reduce_equals_the_reference_at_every_root_and_changes_nothing_elsewhere
 def test_all_gather_gives_every_part_bit_by_bit(worlds, algorithm):
     for n in WORLD_SIZES:
         cases = [(d, (split, uneven)[i % 2](c, n)) for i, d in enumerate(DTYPES) for c in counts_for(n)]
+        chosen = on_hosts("all_gather", algorithm, n)
 
-        def body(comm, cases=cases, algorithm=algorithm):
+        def body(comm, cases=cases, algorithm=chosen):
             results = []
             for i, (dtype, parts) in enumerate(cases):
                 mine = data(comm.rank, parts[comm.rank], dtype)
@@ -148,7 +158,11 @@ def test_broadcast_gives_what_the_source_holds_bit_by_bit(worlds, algorithm):
 
         def body(comm, cases=cases, algorithm=algorithm):
             return [
-                comm.broadcast(data(comm.rank, count, dtype), src=root, algorithm=algorithm)
+                comm.broadcast(
+                    data(comm.rank, count, dtype),
+                    src=root,
+                    algorithm=on_hosts("broadcast", algorithm, comm.world_size, root),
+                )
                 for dtype, count, root in cases
             ]
 
@@ -277,8 +291,9 @@ def test_the_mean_of_sixteen_bit_floats_neither_overflows_nor_is_rounded_twice(w
 @pytest.mark.parametrize("algorithm", algorithms.names("all_reduce"))
 def test_a_nan_on_any_one_rank_is_nan_on_all(worlds, op, algorithm):
     for n in (2, 3, 5):
+        chosen = on_hosts("all_reduce", algorithm, n)
 
-        def body(comm, n=n):
+        def body(comm, n=n, algorithm=chosen):
             results = []
             for dtype in ("float64", "float32", "float16", "bfloat16"):
                 for place in range(n):

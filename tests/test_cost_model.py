@@ -7,15 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from topologies import NAMED, build, random_topologies
 
-from farandole.algorithms import ALGORITHMS, ROOTED, build, names, ring
+from farandole import algorithms
+from farandole.algorithms import ALGORITHMS, ROOTED, names, ring
 from farandole.collectives import COLLECTIVES
 from farandole.cost_model import Bound, Cost, Link, chunk_bytes, lower_bound, price
 from farandole.errors import ArgumentError, MalformedScheduleError
 from farandole.schedule import Schedule
+from farandole.topology import Topology
 
 PAIRS = [(collective, name) for collective in ALGORITHMS for name in names(collective)]
 MACHINE = Link(latency_s=3.0, bandwidth_bytes_per_s=2.0, reduce_bytes_per_s=4.0)
+MEMORY = replace(MACHINE, step_s=100.0, cores=2)
+WIRE = Link(latency_s=64.0, bandwidth_bytes_per_s=0.5, reduce_bytes_per_s=8.0, step_s=1000.0)
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------
@@ -167,6 +172,145 @@ def test_what_is_sent_is_received() -> None:
 def test_step_numbers_may_be_as_large_as_they_like() -> None:
     cost = price(Schedule("broadcast", 2, 1, [(2**31 - 1, 0, 0, 1, 0, 0)]), 10, MACHINE)
     assert (cost.rounds, cost.seconds) == (1, 8.0)
+
+
+# --- Between hosts ----------------------------------------------------------------------------------------------------
+
+
+def between(topology: str, transfers: list[tuple[int, ...]], nbytes: int, link: Link = MEMORY) -> float:
+    """Seconds of a broadcast by these transfers."""
+    hosts = Topology.parse(topology)
+    schedule = Schedule("broadcast", hosts.world_size, 1, transfers)
+    return price(schedule, nbytes, link, topology=hosts, wire=WIRE).seconds
+
+
+def test_what_crosses_costs_the_wire_and_no_memory() -> None:
+    assert between("2x1", [(0, 0, 0, 1, 0, 0)], 8) == 1000 + 64 + 8 / 0.5
+
+
+def test_what_stays_on_a_host_costs_its_memory_and_no_wire() -> None:
+    assert between("2+1", [(0, 0, 0, 1, 0, 0)], 8) == 100 + (3 + 8 / 2)
+
+
+def test_ranks_of_a_host_share_its_wire_each_way() -> None:
+    out = [(0, 0, 0, 2, 0, 0), (0, 1, 0, 3, 0, 0)]
+    back = [(0, 2, 0, 0, 0, 0), (0, 3, 0, 1, 0, 0)]
+    assert between("2x2", out, 8) == between("2x2", out + back, 8) == 1000 + 64 + 2 * 8 / 0.5
+    assert between("2+1+1", out, 8) == 1000 + 64 + 2 * 8 / 0.5, "wherever it goes"
+    assert between("1+1+1+1", out, 8) == 1000 + 64 + 8 / 0.5, "each has a wire of its own"
+
+
+def test_messages_of_a_rank_follow_one_another_and_those_of_ranks_share_the_cores() -> None:
+    to_two = [(0, 0, 0, 2, 0, 0), (0, 0, 0, 3, 0, 0)]
+    assert between("2+1+1", to_two, 8) == 1000 + 2 * 64 + 2 * 8 / 0.5
+    three = [(0, rank, 0, 3 + rank, 0, 0) for rank in range(3)]
+    assert between("3+1+1+1", three, 8) == 1000 + 3 * 64 / 2 + 3 * 8 / 0.5
+
+
+def test_a_step_takes_a_host_what_stays_and_what_crosses_one_after_the_other() -> None:
+    both = [(0, 0, 0, 1, 0, 0), (0, 0, 0, 2, 0, 0)]
+    assert between("2+1", both, 8) == 1000 + 100 + (3 + 8 / 2) + (64 + 8 / 0.5)
+
+
+def test_with_several_hosts_nothing_is_put_once_for_all() -> None:
+    to_both = [(0, 0, 0, 1, 0, 0), (0, 0, 0, 2, 0, 0)]
+    assert between("3+1", to_both, 8) == 100 + 2 * (3 + 8 / 2)
+    assert price(Schedule("broadcast", 3, 1, to_both), 8, MEMORY).seconds == 100 + 3 * (3 + 8 / 2) / 2
+
+
+def test_what_comes_from_another_host_is_added_up_at_the_rate_of_the_wire() -> None:
+    schedule = Schedule("reduce", 2, 1, [(0, 1, 0, 0, 0, 1)])
+    cost = price(schedule, 8, MEMORY, topology=Topology.parse("2x1"), wire=WIRE)
+    assert cost == Cost(1, (0, 1), (0, 8), (8, 0), (8, 0), 1000 + 64 + 8 / 0.5 + 8 / 8)
+
+
+def counted_on_hosts(schedule: Schedule, nbytes: int, topology: Topology, link: Link) -> float:
+    """The seconds of the same model, one step and host at a time."""
+    sizes = chunk_bytes(schedule, nbytes).tolist()
+    held = {(rank, slot): sizes[slot] for rank in range(schedule.world_size) for slot in range(schedule.num_chunks)}
+    seconds = 0.0
+    for step in range(schedule.num_steps):
+        transfers = [transfer for transfer in schedule if transfer.step == step]
+        size = {transfer: held[transfer.src, transfer.src_slot] for transfer in transfers}
+        held.update({(t.dst, t.dst_slot): size[t] for t in transfers})
+        crossing = [t for t in transfers if topology.host_of[t.src] != topology.host_of[t.dst]]
+        staying = [t for t in transfers if t not in crossing and t.src != t.dst]
+        seconds += link.step_s * bool(staying) + WIRE.step_s * bool(crossing)
+        seconds += max(
+            memory_s(topology.ranks_on(host), transfers, staying, crossing, size, link)
+            + max(
+                wire_s(topology.ranks_on(host), [(t.src, t.dst, size[t]) for t in crossing], link),
+                wire_s(topology.ranks_on(host), [(t.dst, t.src, size[t]) for t in crossing], link),
+            )
+            for host in range(topology.num_hosts)
+        )
+    return seconds
+
+
+def memory_s(ranks, transfers, staying, crossing, size, link: Link) -> float:
+    busy = []
+    for rank in ranks:
+        out, back = ([t for t in staying if end(t) == rank] for end in (lambda t: t.src, lambda t: t.dst))
+        arrived = [t for t in crossing if t.dst == rank and t.reduce]
+        added_up = sum(size[t] for t in arrived) / WIRE.reduce_bytes_per_s
+        if link.cores is None:
+            ways = [
+                len({other(t) for t in some}) * link.latency_s + sum(size[t] for t in some) / link.bandwidth_bytes_per_s
+                for some, other in ((out, lambda t: t.dst), (back, lambda t: t.src))
+            ]
+            added = [t for t in transfers if t.dst == rank and t.reduce and t not in crossing]
+            added_up += max(ways) + sum(size[t] for t in added) / link.reduce_bytes_per_s
+        else:
+            copied = sum(size[t] for t in out) + sum(size[t] for t in back if not t.reduce)
+            added_up += (len(out) + len(back)) * link.latency_s + copied / link.bandwidth_bytes_per_s
+            added_up += sum(size[t] for t in back if t.reduce) / link.reduce_bytes_per_s
+        busy.append(added_up)
+    return max(busy) if link.cores is None else max(*busy, sum(busy) / link.cores, 0.0)
+
+
+def wire_s(ranks, crossing: list[tuple[int, int, int]], link: Link) -> float:
+    """One way: of (rank of this host or not, the other end, bytes)."""
+    mine = [(here, there, nbytes) for here, there, nbytes in crossing if here in ranks]
+    messages = [len({there for here, there, _ in mine if here == rank}) for rank in ranks]
+    turns = max(messages) if link.cores is None else max(max(messages), sum(messages) / link.cores)
+    return turns * WIRE.latency_s + sum(nbytes for _, _, nbytes in mine) / WIRE.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("link", [MACHINE, MEMORY], ids=["wire", "memory"])
+@pytest.mark.parametrize(("collective", "name"), PAIRS, ids=[f"{c}-{n}" for c, n in PAIRS])
+def test_equals_plain_counting_on_hosts(collective: str, name: str, link: Link) -> None:
+    for topology in (*NAMED, *random_topologies(seed=3, number=6)):
+        if not topology.is_one_host:
+            n = topology.world_size
+            schedule = algorithms.build(collective, name, n, n - 1 if collective in ROOTED else 0, topology)
+            seconds = price(schedule, 1001, link, topology=topology, wire=WIRE).seconds
+            assert seconds == counted_on_hosts(schedule, 1001, topology, link), topology
+
+
+def test_with_one_host_there_is_no_wire() -> None:
+    schedule = ring.all_reduce(4)
+    assert price(schedule, 1001, MEMORY, topology=Topology.one_host(4)) == price(schedule, 1001, MEMORY)
+
+
+def test_seconds_alone_depend_on_where_ranks_are() -> None:
+    topology = Topology.parse("0,1,0,1")
+    apart = price(ring.all_reduce(4), 1001, MEMORY, topology=topology, wire=WIRE)
+    together = price(ring.all_reduce(4), 1001, MEMORY)
+    assert apart.seconds > together.seconds
+    assert replace(apart, seconds=0.0) == replace(together, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wire", "message"),
+    [
+        ("2x4", WIRE, "the topology 2x4 has 8 ranks, the schedule 4"),
+        ("2x2", None, "wire is None; between the 2 hosts give a Link without cores"),
+        ("2x2", MEMORY, "wire is Link.*; between the 2 hosts give a Link without cores"),
+    ],
+)
+def test_hosts_that_cannot_be_priced_are_refused(hosts: str, wire: Link | None, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        price(ring.all_reduce(4), 8, MEMORY, topology=Topology.parse(hosts), wire=wire)
 
 
 # --- Bounds -----------------------------------------------------------------------------------------------------------

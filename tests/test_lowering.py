@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from topologies import build
 
 from farandole import Schedule, VerificationError, algorithms, verify
 from farandole.lowering import lower
@@ -16,7 +17,7 @@ WORLD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17)
 
 
 def proof_of(collective: str, name: str, world_size: int, root: int = 0):
-    return verify(algorithms.build(collective, name, world_size, root))
+    return verify(build(collective, name, world_size, root))
 
 
 def replaced(programs: tuple[Program, ...], rank: int, operations: list) -> list[Program]:
@@ -30,9 +31,10 @@ def test_the_programs_of_every_algorithm_are_proved(collective, name):
     for world_size in WORLD_SIZES:
         root = world_size - 1 if collective in algorithms.ROOTED else 0
         proof = proof_of(collective, name, world_size, root)
-        programs = lower(proof)
-        for channel_segments in (2, 5):
-            verify_programs(programs, proof, channel_segments=channel_segments)
+        for shared in (True, False):
+            programs = lower(proof, shared=shared)
+            for channel_segments in (2, 5):
+                verify_programs(programs, proof, channel_segments=channel_segments)
 
 
 def test_two_ranks_that_each_wait_before_they_send_are_refused():
@@ -117,6 +119,14 @@ def test_a_slot_sent_to_all_others_is_published_once():
         for program in lower(proof_of("all_gather", "direct", world_size)):
             publications = [o for o in program.operations if isinstance(o, Publish)]
             assert [o.reader for o in publications] == [-1]
+
+
+def test_without_shared_channels_it_is_published_once_for_each_reader():
+    for rank, program in enumerate(lower(proof_of("all_gather", "direct", 4), shared=False)):
+        publications = [o for o in program.operations if isinstance(o, Publish)]
+        assert {o.reader for o in publications} == {0, 1, 2, 3} - {rank}
+        operands = [a for o in program.operations if isinstance(o, Combine) for a in o.operands]
+        assert not any(operand.shared for operand in operands if isinstance(operand, Remote))
 
 
 def test_all_that_arrives_in_one_step_is_combined_at_once():

@@ -10,12 +10,14 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from topologies import build, random_topologies
 from typer.testing import CliRunner
 
 import farandole
 from farandole import algorithms, membership
 from farandole.calibration import (
     SHIPPED,
+    WIRE,
     Calibration,
     calibration_file,
     calibration_in_use,
@@ -29,6 +31,7 @@ from farandole.errors import ArgumentError
 from farandole.launch import run_processes
 from farandole.schedule import Schedule
 from farandole.selector import TOLERANCE, choose, explain
+from farandole.topology import Topology
 
 calibrate_module = importlib.import_module("farandole.cli.calibrate")  # farandole.cli.calibrate is the function
 IN_MEMORY = Link(latency_s=3.0, bandwidth_bytes_per_s=2.0, reduce_bytes_per_s=4.0, step_s=100.0, cores=8)
@@ -73,6 +76,10 @@ def test_a_link_without_cores_is_refused():
         replace(IN_MEMORY, cores=0)
 
 
+def flat_names(collective: str) -> set[str]:
+    return set(algorithms.names(collective)) - algorithms.HIERARCHICAL
+
+
 # --- The choice -------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +89,7 @@ def test_a_link_without_cores_is_refused():
 def test_the_choice_is_as_fast_as_predicted_for_any(collective, world_size, calibration):
     for nbytes in (0, 1, 8, 4096, 100_003, 1 << 20, 1 << 28):
         explanation = explain(collective, world_size, nbytes, calibration)
-        assert {one.algorithm for one in explanation.candidates} == set(algorithms.names(collective))
+        assert {one.algorithm for one in explanation.candidates} == flat_names(collective)
         seconds = {one.algorithm: one.seconds for one in explanation.candidates}
         assert seconds[explanation.chosen] <= (1 + TOLERANCE) * min(seconds.values())
         assert explanation.nbytes == nbytes
@@ -148,7 +155,7 @@ def num_roundings(schedule: Schedule) -> int:
 def test_algorithms_that_are_said_to_round_once_do(collective):
     """And each of the others rounds more often, for some number of ranks."""
     for name in algorithms.names(collective):
-        most = max(num_roundings(algorithms.build(collective, name, n)) for n in range(2, 10))
+        most = max(num_roundings(build(collective, name, n)) for n in range(2, 10))
         assert (most == 1) == (name in algorithms.ROUND_ONCE), name
 
 
@@ -165,6 +172,76 @@ def test_16_bit_floats_are_summed_by_what_rounds_once(collective, dtype):
 def test_what_is_only_moved_is_chosen_whatever_the_dtype():
     for collective in ("broadcast", "all_gather", "all_to_all", "barrier"):
         assert explain(collective, 8, 1 << 20, SHIPPED, "float16") == explain(collective, 8, 1 << 20, SHIPPED)
+
+
+# --- The choice on several hosts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective", algorithms.ALGORITHMS)
+def test_on_several_hosts_it_is_as_fast_as_predicted_for_any_that_knows_them_or_not(collective):
+    for topology in random_topologies(seed=1, number=12):
+        knows_hosts = 1 < topology.num_hosts < topology.world_size
+        for nbytes in (0, 8, 4096, 1 << 20):
+            explanation = explain(collective, topology.world_size, nbytes, MODERN, topology=topology)
+            seconds = {one.algorithm: one.seconds for one in explanation.candidates}
+            assert set(seconds) == (set(algorithms.names(collective)) if knows_hosts else flat_names(collective))
+            assert seconds[explanation.chosen] <= (1 + TOLERANCE) * min(seconds.values())
+            assert explanation.num_hosts == topology.num_hosts
+            link = MODERN.link(topology.most_ranks_on_a_host, nbytes)
+            for name, predicted in seconds.items():
+                schedule = algorithms.build(collective, name, topology.world_size, topology=topology)
+                assert predicted == price(schedule, nbytes, link, topology=topology, wire=MODERN.wire).seconds
+
+
+def test_one_host_is_what_no_topology_means():
+    one_host = Topology.one_host(4)
+    for collective in algorithms.ALGORITHMS:
+        assert explain(collective, 4, 64, MODERN) == explain(collective, 4, 64, MODERN, topology=one_host)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"])
+@pytest.mark.parametrize("text", ["2x4", "4x4", "0,1,2,3,0,1,2,3,0,1,2,3", "0,1,2,0,1,2,1,1,0,1"])
+def test_with_several_ranks_on_each_of_several_hosts_those_that_know_them_are_chosen(collective, text):
+    topology = Topology.parse(text)
+    for nbytes in (1 << 16, 1 << 20, 1 << 26):
+        chosen = choose(collective, topology.world_size, nbytes, MODERN, topology=topology)
+        assert chosen in algorithms.HIERARCHICAL
+
+
+def test_short_vectors_are_exchanged_at_once_and_long_ones_in_parts():
+    topology = Topology.parse("8x4")
+    chosen = [choose("all_reduce", 32, 1 << power, SHIPPED, topology=topology) for power in range(3, 28)]
+    assert (chosen[0], chosen[-1]) == ("hierarchical_one_shot", "hierarchical_direct")
+
+
+def test_many_hosts_take_turns_in_few_rounds():
+    topology = Topology.parse("32x2")
+    assert choose("all_reduce", 64, 1 << 20, SHIPPED, topology=topology) == "hierarchical_circulant"
+
+
+def test_a_slower_wire_makes_it_matter_more_what_crosses():
+    topology = Topology.parse("2x4")
+    ahead = []
+    for bandwidth_bytes_per_s in (1e8, 1e10):
+        calibration = replace(MODERN, wire=replace(WIRE, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
+        candidates = explain("all_reduce", 8, 1 << 24, calibration, topology=topology).candidates
+        seconds = {one.algorithm: one.seconds for one in candidates}
+        ahead.append(seconds["direct"] / seconds["hierarchical"])
+    assert ahead[0] > ahead[1] > 1
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
+def test_16_bit_floats_are_summed_by_what_rounds_once_on_several_hosts_too(collective):
+    explanation = explain(collective, 8, 1 << 20, SHIPPED, "bfloat16", Topology.parse("2x4"))
+    assert {one.algorithm for one in explanation.candidates} <= algorithms.ROUND_ONCE
+
+
+def test_a_topology_of_other_ranks_cannot_be_explained():
+    with pytest.raises(ArgumentError, match="the topology 2x4 has 8 ranks, but world_size is 6"):
+        explain("all_reduce", 6, 8, SHIPPED, topology=Topology.parse("2x4"))
+
+
+# --- What communicators do --------------------------------------------------------------------------------------------
 
 
 def test_a_communicator_explains_what_it_does(monkeypatch):
@@ -225,6 +302,13 @@ def test_a_calibration_is_kept_and_read_again(own_cache):
         json.dumps(asdict(SHIPPED) | {"step_s": math.nan}),
         json.dumps(asdict(SHIPPED) | {"cores": 0.5}),
         json.dumps(asdict(SHIPPED) | {"more": 1}),
+        json.dumps(asdict(SHIPPED) | {"wire": 1.25e9}),
+        json.dumps(asdict(SHIPPED) | {"wire": {"latency_s": 1e-5}}),
+        json.dumps(asdict(SHIPPED) | {"wire": asdict(WIRE) | {"latency_s": "none"}}),
+        json.dumps(asdict(SHIPPED) | {"wire": asdict(WIRE) | {"latency_s": math.nan}}),
+        json.dumps(asdict(SHIPPED) | {"wire": asdict(WIRE) | {"latency_s": math.inf}}),
+        json.dumps(asdict(SHIPPED) | {"wire": asdict(WIRE) | {"cores": 4}}),
+        json.dumps(asdict(SHIPPED) | {"wire": None}),
     ],
 )
 def test_a_file_that_is_no_calibration_is_named(own_cache, text):
@@ -232,6 +316,22 @@ def test_a_file_that_is_no_calibration_is_named(own_cache, text):
     calibration_file().write_text(text, encoding="latin-1")
     with pytest.raises(ArgumentError, match=r"is no calibration .*delete it, or run farandole calibrate"):
         load_calibration()
+
+
+def test_a_calibration_without_a_wire_gets_the_usual_one(own_cache):
+    fields = asdict(MODERN)
+    del fields["wire"]
+    assert Calibration.from_fields(fields) == MODERN
+    faster = replace(WIRE, bandwidth_bytes_per_s=1.25e10)
+    assert Calibration.from_fields(json.loads(json.dumps(asdict(replace(MODERN, wire=faster))))).wire == faster
+
+
+@pytest.mark.parametrize("wire", [None, 1.25e9, IN_MEMORY, replace(WIRE, step_s=math.inf)])
+def test_a_wire_that_is_none_is_refused(wire):
+    with pytest.raises(
+        ArgumentError, match=r"calibration: wire is .*; it must be a Link of finite figures, without cores"
+    ):
+        replace(SHIPPED, wire=wire)
 
 
 def test_bytes_that_do_not_fit_the_cache_cost_more():
@@ -280,6 +380,17 @@ def test_explain_prints_the_candidates_and_the_choice(own_cache):
     assert document["reason"] in table
     assert all(one["algorithm"] in table for one in document["candidates"])
     assert CliRunner().invoke(app, ["explain", "barrier", "0"]).exit_code == 0
+
+
+def test_explain_on_several_hosts(own_cache):
+    result = CliRunner().invoke(app, ["explain", "all_reduce", "1M", "--hosts", "2x4", "--json"])
+    document = json.loads(result.stdout)
+    chosen = explain("all_reduce", 8, 1 << 20, load_calibration(), topology=Topology.parse("2x4")).chosen
+    assert (document["chosen"], document["num_hosts"]) == (chosen, 2)
+    table = CliRunner().invoke(app, ["explain", "all_reduce", "1M", "--hosts", "2x4"], env={"COLUMNS": "80"}).stdout
+    assert table.startswith("all_reduce, 1,048,576 bytes, 8 ranks on 2 hosts: hierarchical")
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def calibrate(monkeypatch, *measurements: dict[str, float]):

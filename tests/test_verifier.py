@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedule_executor import keeps_promise
+from topologies import build
 
-from farandole.algorithms import ALGORITHMS, ROOTED, build, names
+from farandole.algorithms import ALGORITHMS, ROOTED, names
 from farandole.errors import ArgumentError, MalformedScheduleError, VerificationError
 from farandole.schedule import Schedule, Transfer
 from farandole.verifier import Values, verify

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 from rich.console import Console, RenderableType
+from topologies import build
 
-from farandole.algorithms import ALGORITHMS, ROOTED, build, names
+from farandole.algorithms import ALGORITHMS, ROOTED, names
 from farandole.errors import MalformedScheduleError
 from farandole.schedule import Schedule, Transfer
 from farandole.verifier import NOTHING, interpret

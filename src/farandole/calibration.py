@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,10 @@ class Calibration:
             value: Any = getattr(self, field)
             if type(value) is not kind or (kind is not str and not 0 < value < math.inf):
                 raise ArgumentError(f"calibration: {field} is {value!r}; it must be a {kind.__name__}, and positive")
-        if type(self.wire) is not Link or self.wire.cores is not None:
-            raise ArgumentError(f"calibration: wire is {self.wire!r}; it must be a Link without cores")
+        if type(self.wire) is not Link or self.wire.cores or math.inf in astuple(self.wire):
+            raise ArgumentError(
+                f"calibration: wire is {self.wire!r}; it must be a Link of finite figures, without cores"
+            )
 
     @classmethod
     def from_fields(cls, fields: Any) -> Calibration:
@@ -112,11 +114,10 @@ class Calibration:
 
 
 def _wire_from_fields(fields: Any) -> Link:
-    known = asdict(WIRE)
-    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != {
-        name: type(value) for name, value in known.items()
-    }:
-        raise ArgumentError(f"the wire of a calibration has fields like {known}; this is {fields!r}")
+    usual = asdict(WIRE)
+    is_like = isinstance(fields, dict) and fields.keys() == usual.keys()
+    if not is_like or any(type(fields[name]) is not type(usual[name]) for name in usual):
+        raise ArgumentError(f"the wire of a calibration has fields as in {usual}; this is {fields!r}")
     return Link(**fields)
 
 

@@ -55,7 +55,7 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {
         "hierarchical": hierarchical.all_reduce,
         "hierarchical_circulant": hierarchical.all_reduce_circulant,
         "hierarchical_direct": hierarchical.all_reduce_direct,
-        "hierarchical_recursive_doubling": hierarchical.all_reduce_recursive_doubling,
+        "hierarchical_doubling": hierarchical.all_reduce_doubling,
         "hierarchical_one_shot": hierarchical.all_reduce_one_shot,
     },
     "reduce_scatter": {
@@ -120,7 +120,7 @@ HIERARCHICAL = frozenset(
         "hierarchical_circulant",
         "hierarchical_direct",
         "hierarchical_one_shot",
-        "hierarchical_recursive_doubling",
+        "hierarchical_doubling",
         "hierarchical_tree",
     }
 )

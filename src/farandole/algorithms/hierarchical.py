@@ -41,7 +41,7 @@ __all__ = [
     "all_reduce_circulant",
     "all_reduce_direct",
     "all_reduce_one_shot",
-    "all_reduce_recursive_doubling",
+    "all_reduce_doubling",
     "broadcast",
     "broadcast_direct",
     "broadcast_tree",
@@ -111,7 +111,7 @@ def all_reduce_direct(topology: Topology) -> Schedule:
     return all_reduce(topology, direct.all_reduce)
 
 
-def all_reduce_recursive_doubling(topology: Topology) -> Schedule:
+def all_reduce_doubling(topology: Topology) -> Schedule:
     """As `all_reduce`, but the hosts exchange whole shards, with partners 1, 2, 4, ... hosts away: for short vectors.
 
     Cost: log2 H + 2 rounds if H is a power of two P, else floor(log2 H) + 4; log2 H·S sent per host, else at most
@@ -346,7 +346,7 @@ def _in_order(flat: Schedule) -> Slots:
 
 
 def _name(flat: Schedule, usual: str) -> str:
-    return "hierarchical" if flat.name == usual else f"hierarchical_{flat.name}"
+    return "hierarchical" if flat.name == usual else f"hierarchical_{flat.name.removeprefix('recursive_')}"
 
 
 def _next_step(transfers: Sequence[Transfer]) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 import farandole
-from farandole.algorithms import ALGORITHMS, ROOTED, build, names
+from farandole.algorithms import ALGORITHMS, HIERARCHICAL, ROOTED, build, names
 from farandole.errors import ArgumentError, FarandoleError
 from farandole.schedule import UNNAMED, Schedule
 from farandole.topology import Topology
@@ -98,7 +98,8 @@ def schedules_of(
     """The schedules that an ALGORITHM argument means, in the order of `ALGORITHMS`.
 
     Args:
-        algorithm: a name, PATH.py:FUNCTION, or None for every algorithm there is.
+        algorithm: a name, PATH.py:FUNCTION, or None for every algorithm there is; with one host without those that know
+            hosts, as there they are no others.
         world_size: number of ranks.
         collective: only this one; None takes all that have the algorithm.
         root: for the collectives that have one; None is rank 0.
@@ -113,10 +114,14 @@ def schedules_of(
         if collective is not None and schedule.collective != collective:
             raise ArgumentError(f"{algorithm} returned a schedule for {schedule.collective}, not for {collective}")
         return [schedule]
+    is_one_host = topology is None or topology.is_one_host
+    left_out = HIERARCHICAL if algorithm is None and is_one_host else frozenset()
     if collective is not None:
-        chosen = [(collective, name) for name in ([algorithm] if algorithm else names(collective))]
+        chosen = [
+            (collective, name) for name in ([algorithm] if algorithm else names(collective)) if name not in left_out
+        ]
     else:
-        chosen = [(c, name) for c in ALGORITHMS for name in names(c) if algorithm in (None, name)]
+        chosen = [(c, n) for c in ALGORITHMS for n in names(c) if algorithm in (None, n) and n not in left_out]
         if not chosen:
             known = sorted({name for by_name in ALGORITHMS.values() for name in by_name})
             raise ArgumentError(

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -73,9 +73,10 @@ def calibrate(
         return
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for field in fields(calibration):
-        value = getattr(calibration, field.name)
-        table.add_row(field.name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    figures = asdict(calibration)
+    figures |= {f"wire {name}": value for name, value in figures.pop("wire").items() if value is not None}
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3g}" if isinstance(value, float) else str(value))
     console.print(table)
     if not show:
         console.print(f"kept in {calibration_file()}", soft_wrap=True)

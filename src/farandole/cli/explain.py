@@ -61,7 +61,7 @@ def explain(
 def _table(explanation: Explanation) -> Table:
     factor = bus_factor(explanation.collective, explanation.world_size)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("algorithm")
+    table.add_column("algorithm", no_wrap=True)
     for name in ("predicted us", "busbw GB/s", "steps", "most bytes sent by a rank"):
         table.add_column(name, justify="right")
     for one in explanation.candidates:
