@@ -13,6 +13,7 @@ import pytest
 import farandole
 from farandole import membership, runner
 from farandole.local_world import LocalWorld
+from farandole.topology import Topology
 
 TIGHT = (membership, "_geometry", lambda world_size: (2, 64))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="farandole-tests-")  # no calibration of this user
@@ -61,9 +62,10 @@ def nothing_left_behind():
 class KeptWorlds:
     """World size -> a local world that is kept for the next test; for tests that do not break it."""
 
-    def __init__(self, *patches) -> None:
+    def __init__(self, *patches, make_topology=None) -> None:
         self.made: dict[int, LocalWorld] = {}
         self.patches = patches
+        self.make_topology = make_topology
 
     def __call__(self, world_size: int) -> LocalWorld:
         if world_size in self.made and self.made[world_size][0].aborted:
@@ -72,7 +74,8 @@ class KeptWorlds:
             with contextlib.ExitStack() as stack:
                 for target, name, value in self.patches:
                     stack.enter_context(mock.patch.object(target, name, value))
-                self.made[world_size] = farandole.local(world_size, timeout_s=60)
+                hosts = None if self.make_topology is None else self.make_topology(world_size)
+                self.made[world_size] = farandole.local(world_size, timeout_s=60, hosts=hosts)
         return self.made[world_size]
 
     def close(self) -> None:
@@ -90,6 +93,19 @@ def worlds():
 def tight_worlds():
     """As `worlds`, with channels of two slots of a cache line: whatever is not tiny fills them many times over."""
     with contextlib.closing(KeptWorlds(TIGHT)) as kept:
+        yield kept
+
+
+def scattered(world_size: int) -> Topology:
+    """Ranks dealt out to two hosts."""
+    return Topology.of_hosts(rank % 2 for rank in range(world_size))
+
+
+@pytest.fixture(scope="session")
+def wired_worlds():
+    """As `mapped_worlds`, on two hosts."""
+    patches = (TIGHT, (runner, "_SMALLEST_MAPPED_BYTES", 0))
+    with contextlib.closing(KeptWorlds(*patches, make_topology=scattered)) as kept:
         yield kept
 
 

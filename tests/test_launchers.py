@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import _in_use
+from several_hosts import free_port
 
 from farandole.errors import RendezvousError
 from farandole.launch import environment as environments
@@ -58,12 +58,6 @@ def script(tmp_path: Path, text: str = PROGRAM) -> Path:
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(text))
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def require_all(done: subprocess.CompletedProcess, n: int) -> None:

@@ -257,8 +257,9 @@ def test_many_calls_of_threads(worlds, world_size):
 
 
 @pytest.mark.parametrize("world_size", TIGHT)
-def test_many_calls_in_tight_channels(tight_worlds, world_size):
-    tight_worlds(world_size).run(make_calls, TIGHT[world_size])
+@pytest.mark.parametrize("kind", ["tight_worlds", "wired_worlds"])
+def test_many_calls_in_tight_channels(request, kind, world_size):
+    request.getfixturevalue(kind)(world_size).run(make_calls, TIGHT[world_size])
 
 
 def test_they_are_a_million():

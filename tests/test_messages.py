@@ -158,10 +158,12 @@ def test_random_messages_in_any_order(worlds, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_random_messages_through_channels_of_two_cache_lines(tight_worlds, n):
+@pytest.mark.parametrize("kind", ["tight_worlds", "wired_worlds"])
+def test_random_messages_through_channels_of_two_cache_lines(request, kind, n):
+    get_world = request.getfixturevalue(kind)
     for seed in range(4):
         messages = random_messages(random.Random(seed), n, [0, 1, 8, 9, 16, 17, 500])
-        tight_worlds(n).run(exchange, messages, seed)
+        get_world(n).run(exchange, messages, seed)
 
 
 def test_messages_and_collectives_side_by_side(worlds):

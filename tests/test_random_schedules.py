@@ -118,17 +118,17 @@ def expected(schedule: Schedule, rank: int, counts: list[int], in_place: bool) -
     }[schedule.collective]
 
 
-@pytest.mark.parametrize("seed", range(18))
-def test_whatever_is_proved_runs_and_is_right(worlds, tight_worlds, mapped_worlds, seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_proved_runs_and_is_right(worlds, tight_worlds, mapped_worlds, wired_worlds, seed):
     choice = random.Random(seed)
-    get_world = (worlds, tight_worlds, mapped_worlds)[seed % 3]
+    get_world = (worlds, tight_worlds, mapped_worlds, wired_worlds)[seed % 4]
     num_run = 0
     for number in range(SCHEDULES_PER_SEED):
         schedule = random_schedule(choice)
         n = schedule.world_size
         counts = [choice.choice([0, 1, 3, 7000, choice.randrange(60_000)]) for _ in range(n)]
         in_place = choice.random() < 0.5
-        registered = choice.randrange(1 << n) if seed % 3 == 2 else 0
+        registered = choice.randrange(1 << n) if seed % 4 >= 2 else 0
         try:
             results = get_world(n).run(run, schedule, counts, in_place, registered)
         except VerificationError:

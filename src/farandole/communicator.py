@@ -647,6 +647,11 @@ class Communicator:
         """What this rank did so far, per collective and algorithm."""
         return self._runner.stats()
 
+    def wire_bytes(self) -> tuple[int, int]:
+        """Bytes of data that this rank has sent to ranks of other hosts, and received from them, in collectives and
+        messages; what is around them (40 bytes for each segment, TCP and IP) is not counted."""
+        return self._runner.wire_bytes()
+
     def flight_record(self) -> list[FlightEntry]:
         """The last collectives that this rank made, at most a thousand, the oldest first. Also after a failure: a
         rank whose call finds it writes it to a file, if FARANDOLE_FLIGHT_RECORDS names a folder."""

@@ -52,6 +52,7 @@ def explain_failure(
     call: Call | None,
     job_ranks: Sequence[int],
     stopped: Sequence[int],
+    host_names: Sequence[str],
 ) -> CommunicationError:
     """The error for a communicator that stopped.
 
@@ -64,8 +65,9 @@ def explain_failure(
         call: the collective that this rank was in, if any.
         job_ranks: per rank, its rank in the job.
         stopped: the ranks whose process is stopped, as by SIGSTOP or a debugger.
+        host_names: per rank; empty if all are on one host.
     """
-    where = _who_is_where(records, messages, job_ranks)
+    where = _who_is_where(records, messages, job_ranks, host_names)
     record, message = records[subject], messages[subject]
     if reason == Abort.MESSAGE_MISMATCH:
         return CollectiveMismatchError(_message_mismatch_text(subject, message, job_ranks))
@@ -81,12 +83,13 @@ def explain_failure(
     if reason == Abort.TIMEOUT:
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, stopped, where))
     if reason == Abort.PEER_LOST:
-        return PeerLostError(f"{_loss_text(subject, record, message)}\n{where}")
+        host = f" (on host {host_names[subject]})" if host_names else ""
+        return PeerLostError(f"{_loss_text(f'rank {subject}{host}', record, message)}\n{where}")
     return CommunicatorClosedError("\n".join([_stop_text(reason, subject, record, message), *_group_line(job_ranks)]))
 
 
-def _loss_text(subject: int, record: CallRecord, message: MessageRecord) -> str:
-    text = f"rank {subject} {'closed its communicator' if record.closed else 'ended'} while others needed it; "
+def _loss_text(who: str, record: CallRecord, message: MessageRecord) -> str:
+    text = f"{who} {'closed its communicator' if record.closed else 'ended'} while others needed it; "
     if record.refusal:
         return f"{text}it had refused a call"
     if not record.what and not message.what:
@@ -204,9 +207,16 @@ def _doing(record: CallRecord, message: MessageRecord) -> str:
     return f"{text}; then it refused {record.refused}" if record.refusal else text
 
 
-def _who_is_where(records: Sequence[CallRecord], messages: Sequence[MessageRecord], job_ranks: Sequence[int]) -> str:
+def _who_is_where(
+    records: Sequence[CallRecord],
+    messages: Sequence[MessageRecord],
+    job_ranks: Sequence[int],
+    host_names: Sequence[str],
+) -> str:
+    hosts = [f" on host {name}" for name in host_names] or [""] * len(records)
     doing = map(_doing, records, messages)
-    return "\n".join([*(f"    rank {rank}: {what}" for rank, what in enumerate(doing)), *_group_line(job_ranks)])
+    lines = (f"    rank {rank}{host}: {what}" for rank, (host, what) in enumerate(zip(hosts, doing, strict=True)))
+    return "\n".join([*lines, *_group_line(job_ranks)])
 
 
 def _group_line(job_ranks: Sequence[int]) -> list[str]:

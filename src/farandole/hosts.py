@@ -29,7 +29,7 @@ class HostProof(NamedTuple):
         process, descriptor: of an anonymous file (a memfd).
         token: what is in it.
         host_id: what FARANDOLE_HOST_ID says; empty if nothing.
-        host_name: for errors.
+        host_name: for people; with the host_id, if there is one.
     """
 
     process: int
@@ -48,7 +48,8 @@ class HostProof(NamedTuple):
         token = secrets.token_hex(_TOKEN_BYTES)
         descriptor = os.memfd_create("farandole-host", os.MFD_CLOEXEC)
         os.write(descriptor, token.encode())
-        return cls(os.getpid(), descriptor, token, os.environ.get(HOST_ID, ""), os.uname().nodename)
+        host_id, host_name = os.environ.get(HOST_ID, ""), os.uname().nodename
+        return cls(os.getpid(), descriptor, token, host_id, f"{host_name}/{host_id}" if host_id else host_name)
 
     def withdraw(self) -> None:
         """Close the file."""

@@ -14,6 +14,7 @@ from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
 from farandole.membership import join_threads
 from farandole.rendezvous import MAX_WORLD_SIZE
+from farandole.topology import Topology
 
 __all__ = ["LocalWorld", "local"]
 
@@ -23,8 +24,8 @@ T = TypeVar("T")
 class LocalWorld(Sequence[Communicator]):
     """The communicators of all ranks of a world in this process, in order of rank; made by `local`."""
 
-    def __init__(self, world_size: int, timeout_s: float) -> None:
-        self._communicators = [Communicator(m, timeout_s=timeout_s) for m in join_threads(world_size)]
+    def __init__(self, topology: Topology, timeout_s: float) -> None:
+        self._communicators = [Communicator(m, timeout_s=timeout_s) for m in join_threads(topology)]
 
     def run(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call ``function(communicator, *arguments)`` once per rank, each in a thread of its own.
@@ -94,7 +95,7 @@ class LocalWorld(Sequence[Communicator]):
         return f"<LocalWorld of {len(self)} ranks>"
 
 
-def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LocalWorld:
+def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, hosts: str | Topology | None = None) -> LocalWorld:
     """A world of ``world_size`` ranks that are threads of this process.
 
     ::
@@ -105,11 +106,16 @@ def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LocalWorl
     Args:
         world_size: number of ranks, >= 1.
         timeout_s: seconds that a blocking call waits where the call does not say otherwise.
+        hosts: which ranks are to be as if on one host, as a `Topology` or in words ("2x2", "3+1", "0,1,0,1"); between
+            hosts data travel through sockets. None: all of them.
 
     Raises:
-        ArgumentError: world_size is not a whole number from 1 to `MAX_WORLD_SIZE`.
+        ArgumentError: world_size is not a whole number from 1 to `MAX_WORLD_SIZE`, or hosts are of other ranks.
     """
     is_whole = isinstance(world_size, (int, np.integer)) and not isinstance(world_size, bool)
     if not is_whole or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
-    return LocalWorld(int(world_size), timeout_s)
+    topology = Topology.parse(hosts) if isinstance(hosts, str) else hosts or Topology.one_host(int(world_size))
+    if topology.world_size != world_size:
+        raise ArgumentError(f"world_size is {world_size}, but hosts is {hosts}, which has {topology.world_size} ranks")
+    return LocalWorld(topology, timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -243,13 +244,45 @@ def join_alone() -> Membership:
     return Membership(0, 1, arena, (os.getpid(),), (0,), calibration_in_use())
 
 
-def join_threads(world_size: int) -> list[Membership]:
-    """A membership per rank, all of them in this process."""
-    arena, _ = create_arena(world_size)
-    arena.close_descriptor()
-    everyone = tuple(range(world_size))
-    processes, calibration = (os.getpid(),) * world_size, calibration_in_use()
-    return [Membership(rank, world_size, arena, processes, everyone, calibration) for rank in everyone]
+def join_threads(topology: Topology) -> list[Membership]:
+    """A membership per rank, all of them in this process; those on different hosts share no memory."""
+    everyone = range(topology.world_size)
+    arenas = []
+    for _ in range(topology.num_hosts):
+        arena, _ = create_arena(topology.world_size)
+        arena.close_descriptor()
+        arenas.append(arena)
+    networks: list[Network | None] = [None for _ in everyone]
+    if not topology.is_one_host:
+        secret, addresses = secrets.token_bytes(32), (("127.0.0.1",),) * topology.world_size
+        names = tuple(f"host{host}" for host in topology.host_of)
+        sockets = _connected_threads(topology)
+        networks = [Network(topology, names, addresses, secret, sockets[rank]) for rank in everyone]
+    processes, calibration = (os.getpid(),) * topology.world_size, calibration_in_use()
+    return [
+        Membership(
+            rank,
+            topology.world_size,
+            arenas[topology.host_of[rank]],
+            processes,
+            tuple(everyone),
+            calibration,
+            networks[rank],
+        )
+        for rank in everyone
+    ]
+
+
+def _connected_threads(topology: Topology) -> list[list[int]]:
+    """Per rank, per rank on another host, a socket that is connected to the one of the other."""
+    everyone = range(topology.world_size)
+    sockets = [[-1 for _ in everyone] for _ in everyone]
+    for rank in everyone:
+        for other in range(rank):
+            if topology.host_of[rank] != topology.host_of[other]:
+                pair = socket.socketpair()
+                sockets[rank][other], sockets[other][rank] = (end.detach() for end in pair)
+    return sockets
 
 
 def create_arena(world_size: int) -> tuple[_native.Arena, int]:

@@ -117,6 +117,7 @@ class Runner:
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
         self._processes = membership.processes
+        self._host_names = () if membership.network is None else membership.network.host_names
         self._identity = f"{membership.arena.nonce:x}"
         self._is_on_this_host = membership.is_on_this_host
         self._engine = membership.make_engine(
@@ -302,6 +303,7 @@ class Runner:
                     "rank": rank,
                     "job_rank": self._job_ranks[rank],
                     "process": self._processes[rank],
+                    "host": self._host_names[rank] if self._host_names else None,
                     "collectives": record.sequence,
                     "call": record.describe() if record.what else None,
                     "is_in_it": is_within,
@@ -343,6 +345,11 @@ class Runner:
         messages = [("send", self._postbox.sends), ("recv", self._postbox.receives)]
         counted = [CollectiveStats(name, "direct", *tally.read()) for name, tally in messages]
         return [*self._calls.stats(), *[entry for entry in counted if entry.calls]]
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """See `Communicator.wire_bytes`."""
+        sent, received = self._engine.wire_bytes()
+        return sent, received
 
     def abort(self) -> None:
         """End all calls of all ranks at once."""
@@ -466,6 +473,7 @@ class Runner:
                     call=call,
                     job_ranks=self._job_ranks,
                     stopped=[rank for rank in range(len(records)) if self._is_stopped(rank)],
+                    host_names=self._host_names,
                 )
                 self._write_flight_record(self._failure)
             return _copy_of(self._failure)
