@@ -29,7 +29,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def lab(
     hosts: Annotated[int, typer.Option("--hosts", min=2, max=32, help="Number of hosts.")] = 4,
-    ranks_per_host: Annotated[int, typer.Option("-n", "--ranks-per-host", min=1, max=32)] = 1,
+    ranks_per_host: Annotated[int, typer.Option("-n", "--ranks-per-host", min=1, max=32, help="Of each system.")] = 1,
     order: Annotated[
         str, typer.Option("--order", metavar="ORDER", help="packed: ranks in a row on one host; cyclic: dealt in turn.")
     ] = "packed",
@@ -55,7 +55,7 @@ def lab(
     what one host must send or receive: 2(H-1)/H S over the rate for all_reduce on H hosts, however many ranks each has.
     The rate counts Ethernet frames, so that TCP gets 95 % of it at best; what it does get is measured first.
 
-    It needs root and ip, tc, unshare, nsenter. Whatever is made is gone at the end, even if this is killed.
+    It needs root, and the packages iproute2 and util-linux. The hosts are gone at the end, even if this is killed.
 
     Examples:
 
@@ -97,7 +97,8 @@ def lab(
     except KeyboardInterrupt as error:
         interrupted_by = int(error.args[0])
         print(f"lab: ended by {signal.Signals(interrupted_by).name}; this is what there is", file=sys.stderr)
-    versions = {"Python": platform.python_version(), **result.versions}
+    versions = {name: version.removeprefix(f"{name} ") for name, version in result.versions.items()}
+    versions["Python"] = platform.python_version()
     result.machine = {**began, "load_after": os.getloadavg()[0], "versions": versions}
     save({**result.as_dict(), "laboratory": place}, json_file)
     if "measured_bits_per_s" in place:

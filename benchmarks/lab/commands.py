@@ -31,7 +31,7 @@ def commands_of(system: str, laboratory: Laboratory, ranks_per_host: int, order:
         laboratory: whose hosts get as many ranks each.
         ranks_per_host: how many.
         order: one of `ORDERS`.
-        folder: for a file that mpirun needs.
+        folder: for what mpirun needs.
 
     Raises:
         MissingError: it cannot be installed.
@@ -58,9 +58,15 @@ def _mpirun(laboratory: Laboratory, ranks_per_host: int, order: str, folder: Pat
     """mpirun at the switch, so that every host is a remote one; in place of ssh it has a script that enters it."""
     install("openmpi")
     hosts = range(laboratory.num_hosts)
-    entrances = "".join(f'host{host}) exec {shlex.join(laboratory.enter(host))} sh -c "$*";;\n' for host in hosts)
+    entrances = []
+    for host in hosts:
+        # Daemons name their folders by their pids, and those of two hosts may be the same.
+        own = folder / f"host{host}"
+        own.mkdir()
+        enter = shlex.join([*laboratory.enter(host), f"TMPDIR={own}", "sh", "-c"])
+        entrances.append(f'host{host}) exec {enter} "$*";;\n')
     agent = folder / "enter"
-    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{entrances}esac\nexit 1\n')
+    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{"".join(entrances)}esac\nexit 1\n')
     agent.chmod(0o700)
     bin_folder = bin_of("openmpi")
     map_by = "slot" if order == "packed" else "node"
@@ -75,6 +81,7 @@ def _mpirun(laboratory: Laboratory, ranks_per_host: int, order: str, folder: Pat
     num_ranks = laboratory.num_hosts * ranks_per_host
     return [*command, "-n", str(num_ranks), str(bin_folder / "python"), "-m", WORKER], {
         "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "TMPDIR": str(folder),
         "PRTE_MCA_plm_ssh_agent": str(agent),
         "OMPI_MCA_btl_tcp_if_include": "eth0",
         "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -35,6 +35,7 @@ _PACKAGES = {
 }
 """The commands, and the packages of Debian that have them."""
 
+_SWITCH_ADDRESS = "10.213.0.254"
 _MAX_HOSTS = 250
 _LIMIT_S = 20.0
 """For what takes milliseconds."""
@@ -101,7 +102,7 @@ class Laboratory:
         """
         _require_rights()
         try:
-            self._hold("unshare", "--net", "--kill-child", "sh", "-ec", _SWITCH, "switch", self.switch_address)
+            self._hold("unshare", "--net", "--kill-child", "sh", "-ec", _SWITCH, "switch", _SWITCH_ADDRESS)
             names = "\n".join(["127.0.0.1 localhost", *(f"{self.address(h)} host{h}" for h in range(self.num_hosts))])
             own = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
             for host in range(self.num_hosts):
@@ -122,11 +123,6 @@ class Laboratory:
     def address(self, host: int) -> str:
         """The IPv4 address of a host on its link, eth0."""
         return f"10.213.0.{host + 1}"
-
-    @property
-    def switch_address(self) -> str:
-        """Where the hosts reach what runs at the switch."""
-        return "10.213.0.254"
 
     def enter(self, host: int, cwd: Path | None = None) -> list[str]:
         """What to put before a command to have it run on a host, in the folder ``cwd`` or in this process's."""
