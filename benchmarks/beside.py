@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.command import progress_on_stderr
 from farandole.calibration import processor, usable_cores
 from farandole.launch import run_processes
 
@@ -32,6 +32,7 @@ __all__ = [
     "BACKENDS",
     "console",
     "groups",
+    "machine",
     "parser_of",
     "print_machine",
     "run_ranks",
@@ -74,19 +75,8 @@ def run_ranks(module: str, settings: dict[str, Any], ranks: int) -> dict[str, An
     Raises:
         SystemExit: a rank failed, or somebody interrupted.
     """
-    result: dict[str, Any] = {"machine": _machine(), "settings": {"ranks": ranks, **settings}, "rows": []}
-    shown = Console(stderr=True)
-    # Redrawn only when rank 0 says so, between measurements: a spinner would take a core from the ranks.
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=shown,
-        transient=True,
-        auto_refresh=False,
-        disable=not shown.is_terminal,
-    )
+    result: dict[str, Any] = {"machine": machine(), "settings": {"ranks": ranks, **settings}, "rows": []}
+    progress = progress_on_stderr()
     task = progress.add_task("starting")
 
     def take(rank: int, stream: str, line: bytes) -> None:
@@ -132,7 +122,8 @@ def save(result: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Where a run begins; what is known only at its end is still to be added."""
     main = sys.modules["__main__"].__spec__
     return {
         "cpu": processor(),
@@ -140,7 +131,7 @@ def _machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "load_before": os.getloadavg()[0],
         "began": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "command": shlex.join(["python", "-m", main.name if main else "?", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", main.name.removesuffix(".__main__") if main else "?", *sys.argv[1:]]),
     }
 
 

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.compare.environments import MissingError, install
-from benchmarks.compare.jobs import SYSTEMS, Job
+from benchmarks.command import among, parse_size, signals_interrupt
+from benchmarks.compare.environments import install
+from benchmarks.compare.jobs import SYSTEMS, Command, commands_here
 from benchmarks.compare.plot import save_plot
 from benchmarks.compare.report import print_report
-from benchmarks.compare.sweep import COLLECTIVES, Result, Settings, counts_of, measure
+from benchmarks.compare.run import run_all
+from benchmarks.compare.sweep import COLLECTIVES, Result, Settings
 
 __all__ = ["compare", "main"]
 
 _DTYPES = ("float32", "float64", "int32", "int64")
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
-
-
-def _size(text: str | int) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write bytes, or K, M or G: 8, 64K, 1G")
-    return int(match[1]) << _UNITS[match[2].upper()]
-
-
-def _among(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in allowed]
-    if unknown or not names:
-        raise typer.BadParameter(f"{option} is {text!r}; it must be some of {','.join(allowed)}")
-    return names
 
 
 def compare(
@@ -50,10 +29,10 @@ def compare(
     ] = "all_reduce",
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, max=256, help="Number of ranks.")] = 2,
     min_bytes: Annotated[
-        int, typer.Option("-b", "--min-bytes", parser=_size, metavar="SIZE", help="Smallest S, e.g. 8, 64K.")
+        int, typer.Option("-b", "--min-bytes", parser=parse_size, metavar="SIZE", help="Smallest S, e.g. 8, 64K.")
     ] = 64,
     max_bytes: Annotated[
-        int, typer.Option("-e", "--max-bytes", parser=_size, metavar="SIZE", help="Largest S.", show_default="64M")
+        int, typer.Option("-e", "--max-bytes", parser=parse_size, metavar="SIZE", help="Largest S.", show_default="64M")
     ] = 64 << 20,
     factor: Annotated[int, typer.Option("-f", "--factor", min=2, help="Each size is this many times the last.")] = 16,
     dtype: Annotated[
@@ -108,21 +87,21 @@ def compare(
     while sizes[-1] * factor <= max_bytes:
         sizes.append(sizes[-1] * factor)
     settings = Settings(
-        _among(collectives, COLLECTIVES, "--collectives"),
+        among(collectives, COLLECTIVES, "--collectives"),
         ranks,
         tuple(sizes),
-        _among(dtype, _DTYPES, "--dtype")[0],
+        among(dtype, _DTYPES, "--dtype")[0],
         repetitions,
         block_seconds,
     )
-    wanted = _among(systems, tuple(SYSTEMS), "--systems")
+    wanted = among(systems, tuple(SYSTEMS), "--systems")
     wanted = tuple(name for name in SYSTEMS if name in wanted)
     _require_memory(ranks * len(wanted), sizes[-1])
     result = Result(settings)
     interrupted_by = 0
     try:
-        with _signals():
-            _run(wanted, result)
+        with signals_interrupt():
+            run_all(wanted, result, lambda name, _folder: _commands_of(name, ranks))
     except KeyboardInterrupt as error:
         interrupted_by = int(error.args[0])
         print(f"compare: ended by {signal.Signals(interrupted_by).name}; this is what there is", file=sys.stderr)
@@ -132,64 +111,11 @@ def compare(
     raise typer.Exit(0 if result.rows and "farandole" not in result.missing else 1)
 
 
-def _run(wanted: tuple[str, ...], result: Result) -> None:
-    settings = result.settings
-    console = Console(stderr=True)
-    num_rows = sum(len(counts_of(collective, settings)) for collective in settings.collectives)
-    # Redrawn only between turns: a spinner would take a core from the ranks ten times a second.
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-        disable=not console.is_terminal,
-    )
-    jobs: dict[str, Job] = {}
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder, contextlib.ExitStack() as stack:
-        stack.callback(_close, jobs)
-        for name in wanted:
-            try:
-                environment = SYSTEMS[name].environment
-                if environment is not None:
-                    install(environment)
-                jobs[name] = Job(name, settings.ranks, Path(folder))
-            except (MissingError, OSError) as error:
-                result.missing[name] = str(error)
-            else:
-                result.versions[name] = jobs[name].version
-        with progress:
-            task = progress.add_task("measuring", total=num_rows * settings.repetitions * len(jobs))
-
-            def advance(description: str) -> None:
-                progress.update(task, advance=1, description=description)
-                progress.refresh()
-
-            measure(jobs, result, advance)
-
-
-def _close(jobs: dict[str, Job]) -> None:
-    for job in jobs.values():
-        job.close()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Have all signals that ask for the end do what Ctrl-C does, so that no rank is left."""
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(again, signal.SIG_IGN)  # the jobs are ended in peace
-        raise KeyboardInterrupt(number)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _commands_of(name: str, num_ranks: int) -> list[Command]:
+    environment = SYSTEMS[name].environment
+    if environment is not None:
+        install(environment)
+    return commands_here(name, num_ranks)
 
 
 def _require_memory(num_processes: int, largest_bytes: int) -> None:

@@ -1,8 +1,11 @@
 """A job of one system: long-lived ranks, each at the end of a socket, that sleep until they are told to measure.
 
 Starting a job takes a second and more, so each is started once. Nothing of it is left when `Job.close` returns: ranks
-are told to quit, then asked, then killed, by the pids that they themselves were found to have. Should the driver be
+are told to quit, then asked, then killed, by the pids that their sockets say. Should the driver be
 killed, the sockets close, and each rank ends itself.
+
+What starts the ranks is given: `commands_here` makes the commands for this machine, `benchmarks.lab.commands` those for
+several hosts.
 """
 
 from __future__ import annotations
@@ -13,18 +16,23 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.environments import ROOT, MissingError, bin_of
 
-__all__ = ["PEERS", "SYSTEMS", "Job"]
+__all__ = ["PEERS", "SYSTEMS", "WORKER", "Command", "Job", "commands_here"]
 
+Command = tuple[list[str], dict[str, str]]
+"""What starts ranks, up to the arguments of the worker, and variables to add to its environment."""
+
+WORKER = "benchmarks.compare.worker"
 _START_S = 90.0
 _GRACE_S = 5.0
 
@@ -75,6 +83,24 @@ SYSTEMS = {
 PEERS = ("gloo", "openmpi", "mpich", "intel-mpi")
 
 
+def commands_here(name: str, num_ranks: int) -> list[Command]:
+    """What starts the ranks of a system on this machine."""
+    system = SYSTEMS[name]
+    variables = dict(system.variables)
+    if num_ranks > len(os.sched_getaffinity(0)):
+        variables.update(system.crowded)
+    python = sys.executable
+    if system.environment is not None:
+        bin_folder = bin_of(system.environment)
+        variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        python = str(bin_folder / "python")
+    if system.launcher is not None:
+        program, *options = system.launcher(num_ranks)
+        return [([str(bin_of(system.environment or "") / program), *options, WORKER], variables)]
+    own = [{"RANK": str(rank), "WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)]
+    return [([python, "-m", WORKER], {**variables, **more}) for more in own]
+
+
 class Job:
     """The ranks of one system.
 
@@ -85,8 +111,14 @@ class Job:
             meanwhile.
     """
 
-    def __init__(self, name: str, num_ranks: int, folder: Path) -> None:
+    def __init__(self, name: str, num_ranks: int, folder: Path, commands: Sequence[Command]) -> None:
         """Start the ranks and wait until all have joined.
+
+        Args:
+            name: one of `SYSTEMS`.
+            num_ranks: that the commands start, all together.
+            folder: for what the ranks need to meet, and what they say.
+            commands: see `Command`.
 
         Raises:
             MissingError: they do not come up.
@@ -103,35 +135,20 @@ class Job:
             with socket.socket(socket.AF_UNIX) as listener, (self._folder / "log").open("wb") as log:
                 listener.bind(str(self._folder / "socket"))
                 listener.listen(num_ranks)
-                self._start(log.fileno())
+                self._start(commands, log.fileno())
                 self._join(listener)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, log: int) -> None:
-        system = SYSTEMS[self.name]
+    def _start(self, commands: Sequence[Command], log: int) -> None:
         variables = {**os.environ, "COMPARE_DIR": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
         # A user's own settings for a library, as I_MPI_FABRICS, go through; those of this driver's Python do not.
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             variables.pop(name, None)
-        python = [sys.executable, "-m"]
-        if system.environment is not None:
-            bin_folder = bin_of(system.environment)
-            variables["PATH"] = f"{bin_folder}{os.pathsep}{variables.get('PATH', os.defpath)}"
-            python = [str(bin_folder / "python"), "-m"]
-        variables.update(system.variables)
-        if self.num_ranks > len(os.sched_getaffinity(0)):
-            variables.update(system.crowded)
-        worker = ["benchmarks.compare.worker", self.name, str(self._folder / "socket")]
-        if system.launcher is None:
-            own = [{"RANK": str(rank), "WORLD_SIZE": str(self.num_ranks)} for rank in range(self.num_ranks)]
-        else:
-            program, *options = system.launcher(self.num_ranks)
-            python, own = [str(bin_of(system.environment or "") / program), *options], [{}]
-        for more in own:
+        for command, more in commands:
             process = subprocess.Popen(
-                [*python, *worker],
+                [*command, self.name, str(self._folder / "socket")],
                 cwd=ROOT,
                 env={**variables, **more},
                 stdin=subprocess.DEVNULL,
@@ -150,6 +167,7 @@ class Job:
                 link, _ = listener.accept()
                 link.settimeout(None)
                 self._links.append(link)
+                self._pids.append(_peer_of(link))
                 continue
             if any(process.poll() is not None for process in self._processes):
                 raise MissingError(f"does not start: {self._last_words()}")
@@ -159,7 +177,6 @@ class Job:
             hellos[answer["rank"]] = answer
         if sorted(hellos) != list(range(self.num_ranks)):
             raise MissingError(f"started as ranks {sorted(hellos)}, not as {self.num_ranks} ranks of one job")
-        self._pids = [hellos[rank]["pid"] for rank in range(self.num_ranks)]
         self.version = hellos[0]["version"]
         self._rested = (time.monotonic(), self._cpu_s())
 
@@ -245,6 +262,12 @@ class Job:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, limit - time.monotonic()))
+
+
+def _peer_of(link: socket.socket) -> int:
+    """The pid of the process at the other end, as it is here: a rank may be in a pid namespace of its own."""
+    pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
 
 
 def _stat(pid: int) -> tuple[int, float]:

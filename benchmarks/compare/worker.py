@@ -46,7 +46,7 @@ def main() -> None:
     except Exception as error:
         _send(link, {"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
-    _send(link, {"rank": system.rank, "num_ranks": system.num_ranks, "version": system.version, "pid": os.getpid()})
+    _send(link, {"rank": system.rank, "num_ranks": system.num_ranks, "version": system.version})
     bench = _Bench(system)
     for line in link.makefile("r"):
         command = json.loads(line)
