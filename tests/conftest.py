@@ -15,7 +15,7 @@ from farandole import membership, runner
 from farandole.local_world import LocalWorld
 from farandole.topology import Topology
 
-TIGHT = (membership, "_geometry", lambda world_size: (2, 64))
+TIGHT = (membership, "_geometry", lambda *_: (2, 64))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="farandole-tests-")  # no calibration of this user
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 

@@ -184,7 +184,7 @@ class _Founding:
         arena = [0, 0, 0]
         port = 0
         if self._mates and self._mates[0] == self._old.rank:
-            self._arena, nonce = create_arena(len(self._ranks))
+            self._arena, nonce = create_arena(len(self._ranks), is_one_host=len(self._mates) == len(self._ranks))
             arena = [os.getpid(), self._arena.descriptor, nonce]
         network = self._old.network
         if network is not None and len(self._mates) < len(self._ranks):
@@ -249,7 +249,7 @@ def join_threads(topology: Topology) -> list[Membership]:
     everyone = range(topology.world_size)
     arenas = []
     for _ in range(topology.num_hosts):
-        arena, _ = create_arena(topology.world_size)
+        arena, _ = create_arena(topology.world_size, is_one_host=topology.is_one_host)
         arena.close_descriptor()
         arenas.append(arena)
     networks: list[Network | None] = [None for _ in everyone]
@@ -285,14 +285,14 @@ def _connected_threads(topology: Topology) -> list[list[int]]:
     return sockets
 
 
-def create_arena(world_size: int) -> tuple[_native.Arena, int]:
-    """An arena for so many ranks, and the number that tells it from others.
+def create_arena(world_size: int, *, is_one_host: bool = True) -> tuple[_native.Arena, int]:
+    """An arena for the ranks of one host of so many, and the number that tells it from others.
 
     Raises:
         RendezvousError: there is no room for it.
     """
     nonce = secrets.randbits(63)
-    num_slots, slot_bytes = _geometry(world_size)
+    num_slots, slot_bytes = _geometry(world_size, is_one_host)
     try:
         arena = _native.Arena.create(world_size=world_size, num_slots=num_slots, slot_bytes=slot_bytes, nonce=nonce)
     except (RuntimeError, MemoryError) as error:
@@ -303,14 +303,15 @@ def create_arena(world_size: int) -> tuple[_native.Arena, int]:
     return arena, nonce
 
 
-def _geometry(world_size: int) -> tuple[int, int]:
+def _geometry(world_size: int, is_one_host: bool) -> tuple[int, int]:
     """Slots per channel and bytes per slot. There are N x N channels for collectives, and nearly as many for messages,
-    so slots shrink as worlds grow."""
+    so slots shrink as worlds grow. Between hosts smaller ones lie closer together on the wire, and more of them are
+    needed to fill it."""
     num_channels = world_size * world_size
-    slot_bytes = 256 * 1024
-    while slot_bytes > 8 * 1024 and num_channels * 4 * slot_bytes > 64 * 1024 * 1024:
+    num_slots, slot_bytes = (4, 256 * 1024) if is_one_host else (8, 64 * 1024)
+    while slot_bytes > 8 * 1024 and num_channels * num_slots * slot_bytes > 64 * 1024 * 1024:
         slot_bytes //= 2
-    return 4, slot_bytes
+    return num_slots, slot_bytes
 
 
 def map_arena(process: int, descriptor: int, nonce: int) -> _native.Arena:

@@ -368,7 +368,7 @@ class _Arrival:
         arena = None
         offer: list[int] = []
         if mates[0] == identity.rank:
-            arena, nonce = create_arena(identity.world_size)
+            arena, nonce = create_arena(identity.world_size, is_one_host=len(mates) == identity.world_size)
             offer = [os.getpid(), arena.descriptor, nonce]
         secret = identity.secret or cards[0].secret.encode()
         if len(mates) < identity.world_size:

@@ -40,6 +40,8 @@ _SPINS = 2000
 _SMALLEST_MAPPED_BYTES = 256 * 1024
 _SPINS_WHEN_CROWDED = 20
 _YIELDS = 1000
+_YIELDS_FOR_HOSTS = 20
+"""What a wire takes is long; the core is better left to the thread that serves it."""
 _POISON = "FARANDOLE_POISON"
 _FLIGHT_RECORDS = "FARANDOLE_FLIGHT_RECORDS"
 
@@ -109,10 +111,10 @@ class Runner:
     """
 
     def __init__(self, membership: Membership) -> None:
-        num_cores = membership.calibration.cores
-        num_busy = len(membership.mates) * (1 if membership.network is None else 2)  # a thread for the other hosts
+        num_cores, is_one_host = membership.calibration.cores, membership.network is None
         spins, background_spins = (
-            _SPINS if threads * num_busy <= num_cores else _SPINS_WHEN_CROWDED for threads in (1, 2)
+            _SPINS if is_one_host and threads * membership.world_size <= num_cores else _SPINS_WHEN_CROWDED
+            for threads in (1, 2)
         )
         self._rank = membership.rank
         self._job_ranks = membership.job_ranks
@@ -123,7 +125,7 @@ class Runner:
         self._engine = membership.make_engine(
             spins=spins,
             background_spins=background_spins,
-            yields=_YIELDS,
+            yields=_YIELDS if is_one_host else _YIELDS_FOR_HOSTS,
             smallest_mapped_bytes=_SMALLEST_MAPPED_BYTES,
             most_unexpected_bytes=_memory_bytes() // (2 * membership.world_size),
         )
