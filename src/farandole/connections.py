@@ -1,6 +1,8 @@
 """The connections between ranks of different hosts: one for each two of them.
 
-Each rank opens a door (see `farandole.door`) for as long as the ranks meet. Of two ranks the higher one comes to the
+What makes them is a `Transport`: `Tcp` here, or `farandole.mpi_lines.MpiLines` where MPI carries them.
+
+Over TCP, each rank opens a door (see `farandole.door`) for as long as the ranks meet. Of two ranks the higher one comes to the
 lower one's door; both prove the secret, and say which rank of which meeting they are.
 """
 
@@ -15,13 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from farandole.addresses import own_addresses
 from farandole.door import HANDSHAKE_S, Door, knock
 from farandole.errors import RendezvousError
 
-__all__ = ["RankDoor", "Way"]
+__all__ = ["Connector", "RankDoor", "Tcp", "Transport", "Way"]
 
 _MAX_GREETING_BYTES = 1000
 _TRY_S = 2.0
@@ -34,12 +36,49 @@ class Way(NamedTuple):
     """How to come to a rank.
 
     Attributes:
-        addresses: of its host, in the order in which they are to be tried.
-        port: of its door.
+        addresses: of its host, in the order in which they are to be tried; none over MPI.
+        port: of its door; over MPI, its rank there.
     """
 
     addresses: tuple[str, ...]
     port: int
+
+
+class Connector(Protocol):
+    """One rank's part in connecting a group.
+
+    Attributes:
+        way: how the others come to this rank.
+    """
+
+    way: Way
+
+    def connect(
+        self, token: str, ways: Sequence[Way | None], limit: float, require_going: Callable[[], None]
+    ) -> list[int]:
+        """See `RankDoor.connect`."""
+
+    def close(self) -> None:
+        """Let nobody in any more, and drop connections that nobody took."""
+
+
+class Transport(Protocol):
+    """How ranks of different hosts are connected."""
+
+    def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> Connector:
+        """Be there for the others of a group that is made; see `RankDoor` for the arguments.
+
+        Raises:
+            RendezvousError: that cannot be.
+        """
+
+
+class Tcp:
+    """Over TCP, between doors."""
+
+    def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> RankDoor:
+        """See `Transport`."""
+        return RankDoor(rank, secret, addresses=addresses, toward=toward)
 
 
 class RankDoor:

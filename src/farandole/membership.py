@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import farandole._native as _native
 from farandole.calibration import Calibration, calibration_in_use
-from farandole.connections import RankDoor, Way
+from farandole.connections import Connector, Tcp, Transport, Way
 from farandole.errors import RendezvousError
 from farandole.hosts import open_memory_of
 from farandole.topology import Topology
@@ -151,6 +151,7 @@ class Network:
         host_names: per rank.
         addresses: per rank, where its host can be reached.
         secret: of the job.
+        transport: what connects hosts.
         connections: per rank a connected socket, of this process; -1 for ranks of this host.
     """
 
@@ -158,6 +159,7 @@ class Network:
     host_names: tuple[str, ...]
     addresses: tuple[tuple[str, ...], ...]
     secret: bytes = field(repr=False)
+    transport: Transport
     connections: list[int] = field(repr=False, compare=False)
 
     def hand_over_connections(self) -> list[int]:
@@ -177,7 +179,7 @@ class _Founding:
         self._ranks = ranks
         self._mates = [rank for rank in ranks if old.is_on_this_host(rank)]
         self._arena: _native.Arena | None = None
-        self._door: RankDoor | None = None
+        self._door: Connector | None = None
 
     def offer(self) -> list[int]:
         """What the others must know: OFFER_SIZE integers, not all of them 0."""
@@ -189,7 +191,8 @@ class _Founding:
         network = self._old.network
         if network is not None and len(self._mates) < len(self._ranks):
             own = self._old.rank
-            self._door = RankDoor(self._ranks.index(own), network.secret, addresses=network.addresses[own])
+            new = self._ranks.index(own)
+            self._door = network.transport.open(new, network.secret, addresses=network.addresses[own])
             port = self._door.way.port
         return [1, *arena, port]
 
@@ -209,6 +212,7 @@ class _Founding:
                 tuple(whole.host_names[rank] for rank in ranks),
                 tuple(whole.addresses[rank] for rank in ranks),
                 whole.secret,
+                whole.transport,
                 self._door.connect(token, ways, time.monotonic() + timeout_s, require_going),
             )
         return Membership(
@@ -257,7 +261,7 @@ def join_threads(topology: Topology) -> list[Membership]:
         secret, addresses = secrets.token_bytes(32), (("127.0.0.1",),) * topology.world_size
         names = tuple(f"host{host}" for host in topology.host_of)
         sockets = _connected_threads(topology)
-        networks = [Network(topology, names, addresses, secret, sockets[rank]) for rank in everyone]
+        networks = [Network(topology, names, addresses, secret, Tcp(), sockets[rank]) for rank in everyone]
     processes, calibration = (os.getpid(),) * topology.world_size, calibration_in_use()
     return [
         Membership(

@@ -12,11 +12,11 @@ import secrets
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from farandole.calibration import Calibration, calibration_in_use
-from farandole.connections import RankDoor, Way
+from farandole.connections import Connector, Tcp, Transport, Way
 from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.hosts import HostProof, topology_from
@@ -62,6 +62,7 @@ class Identity:
         store: where the store is served.
         rank_0_serves: True if rank 0 serves the store, a new one for each meeting; else it is there as long as the job.
         secret: of the job.
+        transport: what connects its hosts.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class Identity:
     store: Address
     rank_0_serves: bool
     secret: bytes
+    transport: Transport = field(default_factory=Tcp)
 
 
 def next_meeting() -> int:
@@ -109,7 +111,15 @@ def join(
         return _meet(_Meeting(store, identity, number, limit, timeout_s))
 
 
-def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float) -> Membership:
+def join_at(
+    store: MeetingPlace,
+    rank: int,
+    job_ranks: Sequence[int],
+    timeout_s: float,
+    *,
+    transport: Transport | None = None,
+    secret: bytes = b"",
+) -> Membership:
     """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
 
     Args:
@@ -117,11 +127,13 @@ def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s:
         rank: of this process in the group.
         job_ranks: per rank of the group, its rank in the job.
         timeout_s: how long to wait for the others.
+        transport: what connects hosts; None: TCP.
+        secret: of the job, where it has one; else rank 0 makes one, which whoever can read the store learns.
 
     Raises:
         RendezvousError: as `join`.
     """
-    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=b"")
+    identity = Identity(rank, len(job_ranks), ("", 0), False, secret, transport or Tcp())
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
     return _meet(meeting, job_ranks)
@@ -331,7 +343,7 @@ class _Arrival:
     def __init__(self, meeting: _Meeting) -> None:
         self._meeting = meeting
         self._identity = meeting.identity
-        self._door: RankDoor | None = None
+        self._door: Connector | None = None
         try:
             self._proof = HostProof.offer()
         except OSError as error:
@@ -372,7 +384,7 @@ class _Arrival:
             offer = [os.getpid(), arena.descriptor, nonce]
         secret = identity.secret or cards[0].secret.encode()
         if len(mates) < identity.world_size:
-            self._door = RankDoor(identity.rank, secret, toward=identity.store[0])
+            self._door = identity.transport.open(identity.rank, secret, toward=identity.store[0])
         way = Way((), 0) if self._door is None else self._door.way
         meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
@@ -390,6 +402,7 @@ class _Arrival:
                 tuple(proof.host_name for proof in proofs),
                 tuple(tuple(card.addresses) for card in others),
                 secret,
+                identity.transport,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
         cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))

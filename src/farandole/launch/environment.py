@@ -12,6 +12,8 @@ anything             RANK, WORLD_SIZE                           at MASTER_ADDR a
 ==================== ========================================== ==========================================
 
 (Hydra is the mpirun of MPICH and Intel MPI.) MASTER_ADDR and MASTER_PORT go before what mpirun and srun would do.
+
+FARANDOLE_TRANSPORT says how data travel between hosts: "tcp", or "mpi" in a job of MPI.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from farandole.connections import Tcp, Transport
 from farandole.door import Address
 from farandole.errors import RendezvousError
-from farandole.launch.over_mpi import join_over_mpi
+from farandole.launch.over_mpi import join_over_mpi, mpi_of_job
 from farandole.launch.under_torchrun import join_at_agent
 from farandole.membership import Membership, join_alone
+from farandole.mpi_lines import MpiLines
 from farandole.rendezvous import Identity, join
 
-__all__ = ["Seat", "join_job", "seat_from", "secret_from"]
+__all__ = ["Seat", "join_job", "seat_from", "secret_from", "transport_from"]
 
 _LAUNCHERS = {
     "plain": ("RANK", "WORLD_SIZE"),
@@ -39,6 +43,7 @@ _LAUNCHERS = {
     "hydra": ("PMI_RANK", "PMI_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
+_TRANSPORT = "FARANDOLE_TRANSPORT"
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Where jobs of Slurm meet: below the ports that Linux gives to anyone."""
 
@@ -103,6 +108,27 @@ def secret_from(environment: Mapping[str, str]) -> bytes:
     return secret
 
 
+def transport_from(environment: Mapping[str, str]) -> Transport:
+    """How data travel between the hosts of the job, as FARANDOLE_TRANSPORT says. For "mpi", that is initialised.
+
+    Raises:
+        RendezvousError: it says something else; or this is no job of MPI, or mpi4py does not work here.
+    """
+    wanted = environment.get(_TRANSPORT) or "tcp"
+    if wanted == "tcp":
+        return Tcp()
+    if wanted != "mpi":
+        raise RendezvousError(f"{_TRANSPORT} is {wanted!r}; it must be tcp or mpi")
+    seat = seat_from(environment)
+    names = [name for launcher in ("mpi", "hydra", "slurm") for name in _LAUNCHERS[launcher]]
+    if seat is None or not any(name in environment for name in names):
+        raise RendezvousError(
+            f"{_TRANSPORT} is mpi, and neither mpirun nor srun has started this process; start the job with one of "
+            f"them, or unset it: then data go over TCP"
+        )
+    return MpiLines(mpi_of_job(seat.rank, seat.world_size, f"unset {_TRANSPORT}"))
+
+
 def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
     """Meet the other ranks of the job that this process was started for; see above.
 
@@ -114,20 +140,21 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
         RendezvousError: see `farandole.rendezvous.join`; or the environment does not say enough.
     """
     seat = seat_from(environment)
+    transport = transport_from(environment)
     if seat is None or seat.world_size == 1:
         return join_alone()
     rank, world_size, launcher = seat
     secret = secret_from(environment)
     if "FARANDOLE_RENDEZVOUS" in environment:
         store = _address(environment["FARANDOLE_RENDEZVOUS"], "FARANDOLE_RENDEZVOUS")
-        return join(Identity(rank, world_size, _guarded(store, secret), False, secret), timeout_s)
+        return join(Identity(rank, world_size, _guarded(store, secret), False, secret, transport), timeout_s)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _master(environment)
         return join_at_agent(store, rank, world_size, secret, timeout_s)
     if "MASTER_ADDR" in environment:
         store = _master(environment)
     elif launcher in ("mpi", "hydra"):
-        return join_over_mpi(rank, world_size, timeout_s)
+        return join_over_mpi(rank, world_size, timeout_s, transport)
     elif launcher == "slurm":
         store = _slurm_address(environment)
     else:
@@ -135,7 +162,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
             "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with farandole run, torchrun, mpirun or srun, "
             "or set MASTER_ADDR and MASTER_PORT"
         )
-    return join(Identity(rank, world_size, _guarded(store, secret), True, secret), timeout_s)
+    return join(Identity(rank, world_size, _guarded(store, secret), True, secret, transport), timeout_s)
 
 
 def _master(environment: Mapping[str, str]) -> Address:

@@ -1,75 +1,107 @@
 """The meeting of ranks that mpirun has started.
 
-Rank 0 tells the others over MPI where it serves the store, and a secret that it has just made. No data go over MPI.
+Rank 0 tells the others over MPI where it serves the store, and a secret that it has just made. Data go over MPI only where
+`farandole.mpi_lines` carries them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
-import socket
 import time
+from collections.abc import Mapping
+from multiprocessing import AuthenticationError
 from typing import Any, NamedTuple
 
+from farandole.addresses import INTERFACE, own_addresses
+from farandole.connections import Transport
+from farandole.door import Address, knock
 from farandole.errors import RendezvousError
 from farandole.membership import Membership
 from farandole.rendezvous import Identity, join, next_meeting
 from farandole.store import StoreServer
 
-__all__ = ["join_over_mpi"]
+__all__ = ["join_over_mpi", "mpi_of_job"]
 
 _TAG = 32_067
 """Of these messages on MPI's world: below the largest that every MPI has, and of no use to anyone else."""
 
 _PAUSE_S = 0.001
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0
+
+_NAMES_OF_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Where mpirun says how many ranks it has started on this host."""
 
 _being_sent: list[tuple[Any, bytes]] = []
 """Requests of MPI, with the memory that they read."""
 
 
-def join_over_mpi(rank: int, world_size: int, timeout_s: float) -> Membership:
-    """Meet the others. mpi4py is loaded for that, and so MPI is initialised.
+def mpi_of_job(rank: int, world_size: int, otherwise: str) -> Any:
+    """The module of mpi4py, which is loaded, so that MPI is initialised, and whose world is the job.
 
     Args:
         rank, world_size: as mpirun says.
-        timeout_s: how long to wait for the others.
+        otherwise: what the user can do without it.
 
     Raises:
-        RendezvousError: there is no mpi4py, or it belongs to another MPI than mpirun; or as in
-            `farandole.rendezvous.join`.
+        RendezvousError: there is no mpi4py, or it belongs to another MPI than mpirun.
     """
     try:
         MPI = _mpi()
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI
         raise RendezvousError(
             f"mpirun started this process, and mpi4py, over which the ranks would meet, cannot be loaded: {error}; "
-            f"install it, or set MASTER_ADDR and MASTER_PORT"
+            f"install it, or {otherwise}"
         ) from error
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):
         raise RendezvousError(
             f"mpirun says that this is rank {rank} of {world_size}, and mpi4py that it is rank {world.rank} of "
             f"{world.size}: it uses another MPI than mpirun's ({MPI.Get_library_version().split(chr(10))[0]}); install "
-            f"mpi4py for that, or set MASTER_ADDR and MASTER_PORT"
+            f"mpi4py for that, or {otherwise}"
         )
+    return MPI
+
+
+def join_over_mpi(rank: int, world_size: int, timeout_s: float, transport: Transport) -> Membership:
+    """Meet the others. mpi4py is loaded for that.
+
+    Args:
+        rank, world_size: as mpirun says.
+        timeout_s: how long to wait for the others.
+        transport: what connects hosts.
+
+    Raises:
+        RendezvousError: as `mpi_of_job` and `farandole.rendezvous.join`.
+    """
+    world = mpi_of_job(rank, world_size, "set MASTER_ADDR and MASTER_PORT").COMM_WORLD
     limit = time.monotonic() + timeout_s
     if rank == 0:
         number, secret = next_meeting(), secrets.token_hex(32)
-        server = StoreServer(("127.0.0.1", 0), secret.encode())
-        _tell(world, _Place(*server.address, secret, number))
-        return join(Identity(rank, world_size, server.address, True, secret.encode()), timeout_s, server=server)
-    place = _last_told(world, limit)
-    if place is None:
+        addresses = _addresses(os.environ, world_size)
+        server = StoreServer((addresses[0] if len(addresses) == 1 else "", 0), secret.encode())
+        _tell(world, _Place(addresses, server.address[1], secret, number))
+        identity = Identity(rank, world_size, server.address, True, secret.encode(), transport)
+        return join(identity, timeout_s, server=server)
+    told = _last_told(world, limit)
+    if told is None:
         raise RendezvousError(f"rank {rank} waited {timeout_s:g} s for rank 0 to call farandole.init()")
-    identity = Identity(rank, world_size, (place.host, place.port), True, place.secret.encode())
+    place, address = told
+    identity = Identity(rank, world_size, address, True, place.secret.encode(), transport)
     return join(identity, max(_PAUSE_S, limit - time.monotonic()), number=place.number)
 
 
-class _Place(NamedTuple):
-    """Where rank 0 serves the store of which meeting, and its secret."""
+def _addresses(environment: Mapping[str, str], world_size: int) -> list[str]:
+    """Where the others can reach this host; nobody else need be able to where all ranks are on it."""
+    is_one_host = any(environment.get(name) == str(world_size) for name in _NAMES_OF_LOCAL_SIZE)
+    return ["127.0.0.1"] if is_one_host and not environment.get(INTERFACE) else own_addresses(environment)
 
-    host: str
+
+class _Place(NamedTuple):
+    """Where rank 0 serves the store of which meeting, and its secret. Any of the addresses may be the one that works."""
+
+    addresses: list[str]
     port: int
     secret: str
     number: int
@@ -82,8 +114,9 @@ def _tell(world: Any, place: _Place) -> None:
     _being_sent.extend((world.Isend([text, _mpi().BYTE], other, _TAG), text) for other in range(1, world.size))
 
 
-def _last_told(world: Any, limit: float) -> _Place | None:
-    """What rank 0 has told last, and still serves: this rank may have missed meetings before. None if time is over."""
+def _last_told(world: Any, limit: float) -> tuple[_Place, Address] | None:
+    """What rank 0 has told last, and still serves, and where it answers: this rank may have missed meetings before.
+    None if time is over."""
     place = None
     while True:
         status = _mpi().Status()
@@ -91,8 +124,8 @@ def _last_told(world: Any, limit: float) -> _Place | None:
             text = bytearray(status.Get_count(_mpi().BYTE))
             world.Recv([text, _mpi().BYTE], 0, _TAG)
             place = _Place(*json.loads(text))
-        elif place is not None and _is_served(place):
-            return place
+        elif place is not None and (address := _answering(place, limit)):
+            return place, address
         elif time.monotonic() > limit:
             return None
         else:
@@ -100,13 +133,16 @@ def _last_told(world: Any, limit: float) -> _Place | None:
             time.sleep(_PAUSE_S)
 
 
-def _is_served(place: _Place) -> bool:
-    """Whether anybody listens there. Rank 0 does before it tells, and until that meeting is over."""
-    try:
-        socket.create_connection((place.host, place.port), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+def _answering(place: _Place, limit: float) -> Address | None:
+    """Where rank 0 answers, if it does. It serves before it tells, and until that meeting is over."""
+    for host in place.addresses:
+        seconds = min(_CONNECT_S, limit - time.monotonic())
+        try:
+            knock((host, place.port), place.secret.encode(), seconds).close()
+        except (OSError, EOFError, AuthenticationError):  # also if it is another host that has that address here
+            continue
+        return host, place.port
+    return None
 
 
 def _mpi() -> Any:

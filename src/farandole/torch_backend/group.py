@@ -25,7 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 from farandole.buffers import require_no_self_overlap
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, CollectiveMismatchError, CommunicationError, PeerLostError
-from farandole.launch.environment import secret_from
+from farandole.launch.environment import secret_from, transport_from
 from farandole.membership import join_alone
 from farandole.rendezvous import join_at
 from farandole.runner import tell_at_exit
@@ -77,7 +77,8 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     if size == 1:
         membership = join_alone()
     else:
-        membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
+        members, transport = options.global_ranks_in_group or range(size), transport_from(os.environ)
+        membership = join_at(place, options.group_rank, members, timeout_s, transport=transport)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
 
 

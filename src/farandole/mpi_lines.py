@@ -1,0 +1,151 @@
+"""Connections between ranks of different hosts over MPI, for fabrics that TCP does not reach.
+
+Of each two ranks, both open a line (see `farandole.mpi_pump`), whose name is the meeting and the two ranks. Whoever is in
+the MPI job is trusted, as MPI trusts it: there is no secret to prove.
+
+Messages go over a duplicate of MPI's world, so that they never meet those of the program. It is made the first time that
+ranks are to be connected. A rank that is not there then holds up nobody for longer than the meeting lasts: the duplicate
+stays begun, and is there once that rank has come to a later one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from farandole.connections import Way
+from farandole.errors import RendezvousError
+from farandole.mpi_pump import Line, LineName, Pump
+
+__all__ = ["MpiLines"]
+
+_PAUSE_S = 0.001
+_NOTICING_S = 0.2
+_GRACE_S = 6.0
+"""What lines have left to be closed in, when the process ends; more than a host that takes nothing is waited for."""
+
+
+class MpiLines:
+    """The `farandole.connections.Transport`. There is one duplicate, and one pump, per process.
+
+    Args:
+        MPI: the module of mpi4py, whose world is the job.
+
+    Raises:
+        RendezvousError: MPI was not initialised for many threads.
+    """
+
+    def __init__(self, MPI: Any) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RendezvousError(
+                "data can go over MPI only if several threads may use it, and it was initialised for fewer; this MPI "
+                "may have been built without (MPI_THREAD_MULTIPLE), or mpi4py.rc.thread_level was changed"
+            )
+        self._MPI = MPI
+
+    def open(
+        self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = ""
+    ) -> _Connector:
+        """See `farandole.connections.Transport`; the secret and the addresses are not needed."""
+        return _Connector(self._MPI, rank)
+
+
+class _Connector:
+    """One rank's part in connecting a group."""
+
+    def __init__(self, MPI: Any, rank: int) -> None:
+        self._MPI = MPI
+        self._rank = rank
+        self.way = Way((), MPI.COMM_WORLD.rank)
+
+    def connect(
+        self, token: str, ways: Sequence[Way | None], limit: float, require_going: Callable[[], None]
+    ) -> list[int]:
+        """See `farandole.connections.RankDoor.connect`."""
+
+        def require_time(what: str) -> None:
+            require_going()
+            if time.monotonic() > limit:
+                raise RendezvousError(f"rank {self._rank} waited in vain for {what}, over MPI")
+
+        pump = _pump(self._MPI, require_time)
+        lines: dict[int, Line] = {}
+        try:
+            for rank, way in enumerate(ways):
+                if way is not None:
+                    lines[rank] = _open(pump, LineName(int(token, 16), self._rank, rank), way.port)
+            while missing := pump.unanswered(lines, _NOTICING_S):
+                require_time(f"ranks {missing}")
+        except BaseException:
+            for line in lines.values():
+                pump.abandon(line)
+                os.close(line.socket)
+            raise
+        return [lines[rank].socket if rank in lines else -1 for rank in range(len(ways))]
+
+    def close(self) -> None:
+        """Nobody comes uncalled."""
+
+
+def _open(pump: Pump, name: LineName, peer: int) -> Line:
+    try:
+        return pump.open(name, peer)
+    except OSError as error:
+        raise RendezvousError(
+            f"cannot open a line to rank {name.other} over MPI: {error}; raise the limit with ulimit -n"
+        ) from error
+
+
+class _Shared:
+    """What all transports of this process have in common.
+
+    Attributes:
+        request: of MPI, for the duplicate; None once that is there.
+        world: the duplicate.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.world: Any = None
+        self.request: Any = None
+        self.pump: Pump | None = None
+
+
+_shared = _Shared()
+
+
+def _pump(MPI: Any, require_time: Callable[[str], None]) -> Pump:
+    """The pump of this process, once all ranks of MPI's world have come so far."""
+    while True:
+        with _shared.lock:
+            if _shared.pump is not None:
+                return _shared.pump
+            if _shared.request is None:
+                _shared.world, _shared.request = MPI.COMM_WORLD.Idup()
+            if _shared.request.Test():
+                _shared.pump = Pump(MPI, _shared.world)
+                return _shared.pump
+        require_time("all ranks of MPI's world")
+        time.sleep(_PAUSE_S)
+
+
+def _end_at_exit() -> None:
+    if _shared.pump is not None:
+        _shared.pump.end(_GRACE_S)
+
+
+def _forget() -> None:
+    """In a forked child, where there is no such thread, and MPI is not to be used."""
+    global _shared
+    before, _shared = _shared, _Shared()
+    if before.pump is not None:
+        before.pump.close_after_fork()
+
+
+# Handlers run in reverse: this after that of `farandole.job`, which closes communicators, and before MPI is finalised.
+atexit.register(_end_at_exit)
+os.register_at_fork(after_in_child=_forget)
