@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import jobs
 import pytest
 
 import farandole
@@ -39,23 +40,13 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
 
 
-def _in_use(names: set[str]) -> set[str]:
-    """Those that a living process has mapped: other software on this machine may come and go as it likes."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
-        with contextlib.suppress(OSError):
-            text = maps.read_text()
-            mapped |= {name for name in names if f"/dev/shm/{name}" in text}
-    return mapped
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     children, shared = _children(), _shared_memory()
     yield
     assert _children() <= children, "a test left processes behind"
     left = _shared_memory() - shared
-    left = (left - _in_use(left)) & _shared_memory()
+    left = (left - jobs.in_use(left)) & _shared_memory()
     assert not left, "a test left shared memory behind"
 
 
@@ -114,3 +105,12 @@ def mapped_worlds():
     """As `tight_worlds`; whatever lies in registered memory travels mapped, however small it is."""
     with contextlib.closing(KeptWorlds(TIGHT, (runner, "_SMALLEST_MAPPED_BYTES", 0))) as kept:
         yield kept
+
+
+@pytest.fixture(scope="module", params=["openmpi", "mpich"])
+def mpi(request):
+    """The bin folder of a virtual environment with that MPI and mpi4py."""
+    before = jobs.left_by_mpi()
+    yield jobs.environment_of(request.param, "mpi4py")
+    for left in jobs.left_by_mpi() - before:  # where ranks ended without MPI's knowing
+        left.unlink()

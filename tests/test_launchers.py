@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
-import textwrap
-import venv
 from pathlib import Path
 
 import pytest
-from conftest import _in_use
+from jobs import LIMIT_S, environment_with, mpirun, run, write_script
 from several_hosts import free_port
 
 from farandole.errors import RendezvousError
 from farandole.launch import environment as environments
 from farandole.launch.environment import join_job, seat_from, secret_from
 
-ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-LIMIT_S = 100  # for what takes seconds; only a failure takes so long
-MADE = re.compile("RANK|WORLD|MASTER|FARANDOLE|OMPI|PMI|SLURM|TORCHELASTIC")
-"""What launchers set."""
 
 PROGRAM = """
 import sys, numpy as np, farandole
@@ -36,28 +28,6 @@ for _ in range(3):  # a job may meet again
         ranks = comm.all_gather(np.array([comm.rank])).tolist()
 sys.stdout.write(f"{ranks.index(comm.rank)} of {n}\\n")
 """
-
-
-def environment_with(variables: dict[str, str]) -> dict[str, str]:
-    """This process's, with nothing of a launcher but these."""
-    return {name: value for name, value in os.environ.items() if not MADE.search(name)} | variables
-
-
-def run(*command, **more) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=environment_with(more),
-    )
-
-
-def script(tmp_path: Path, text: str = PROGRAM) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(text))
-    return path
 
 
 def require_all(done: subprocess.CompletedProcess, n: int) -> None:
@@ -206,7 +176,7 @@ def start_ranks(path: Path, n: int, srun: bool) -> list[subprocess.Popen]:
 @pytest.mark.parametrize("srun", [False, True])
 def test_variables_alone(tmp_path, srun):
     """Also those of srun, which is not here."""
-    ranks = start_ranks(script(tmp_path), 3, srun)
+    ranks = start_ranks(write_script(tmp_path, PROGRAM), 3, srun)
     texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], texts
     assert sorted(text for text, _ in texts) == [f"{rank} of 3\n" for rank in range(3)]
@@ -221,12 +191,12 @@ def test_a_world_of_one_meets_nobody(launcher):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_torchrun(tmp_path, n):
-    done = run(BIN / "torchrun", "--nproc-per-node", n, script(tmp_path), OMP_NUM_THREADS="1")
+    done = run(BIN / "torchrun", "--nproc-per-node", n, write_script(tmp_path, PROGRAM), OMP_NUM_THREADS="1")
     require_all(done, n)
 
 
 def test_torchrun_with_a_secret_that_differs(tmp_path):
-    path = script(
+    path = write_script(
         tmp_path,
         """
         import os, farandole
@@ -242,7 +212,7 @@ def test_torchrun_with_a_secret_that_differs(tmp_path):
 
 
 def test_torchrun_starts_anew_after_a_failure(tmp_path):
-    path = script(
+    path = write_script(
         tmp_path,
         """
         import os, numpy as np, farandole
@@ -259,49 +229,9 @@ def test_torchrun_starts_anew_after_a_failure(tmp_path):
     assert done.stdout.count("through") == 2
 
 
-def versions() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line)
-
-
-def left_by_mpi() -> set[Path]:
-    """Of this user, and mapped by nobody."""
-    found = [path for pattern in ("sm_segment.*", "mpich_shm_*") for path in Path("/dev/shm").glob(pattern)]
-    names = {path.name for path in found if path.stat().st_uid == os.geteuid()}
-    return {Path("/dev/shm") / name for name in names - _in_use(names)}
-
-
-@pytest.fixture(scope="module", params=["openmpi", "mpich"])
-def mpi(request):
-    """A virtual environment with that MPI, mpi4py, and what this one has; kept in build/."""
-    pinned = versions()
-    path = ROOT / "build" / f"{request.param}-{pinned[request.param]}-{sysconfig.get_python_version()}"
-    if not (path / "ready").exists():
-        shutil.rmtree(path, ignore_errors=True)
-        venv.create(path, with_pip=True, symlinks=True)
-        packages = [f"{name}=={pinned[name]}" for name in ("mpi4py", request.param)]
-        subprocess.run([path / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True)
-        (path / "ready").touch()
-    own = Path(sysconfig.get_path("purelib"))
-    site = path / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
-    (site / "own.pth").write_text(f"import site; site.addsitedir({str(own)!r})\n")
-    before = left_by_mpi()
-    yield path / "bin"
-    for left in left_by_mpi() - before:  # where ranks ended without MPI's knowing
-        left.unlink()
-
-
-def mpirun(mpi: Path, n: int, *command, **more) -> subprocess.CompletedProcess:
-    options = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"] if "openmpi" in str(mpi) else []
-    if os.geteuid() != 0 and options:
-        options.remove("--allow-run-as-root")
-    environment = {"PATH": f"{mpi}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | more
-    return run(mpi / "mpirun", *options, "-n", n, *command, **environment)
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_mpirun(mpi, tmp_path, n):
-    require_all(mpirun(mpi, n, mpi / "python", script(tmp_path)), n)
+    require_all(mpirun(mpi, n, mpi / "python", write_script(tmp_path, PROGRAM)), n)
 
 
 def test_mpirun_with_a_place_to_meet(mpi, tmp_path):
@@ -328,7 +258,7 @@ def test_mpirun_of_another_mpi_says_so(mpi, tmp_path):
 
 def test_ranks_that_missed_one_another_under_mpirun_meet_when_both_come_again(mpi, tmp_path):
     """What was told of meetings that failed is told to nobody."""
-    path = script(
+    path = write_script(
         tmp_path,
         """
         import os, farandole
@@ -356,7 +286,7 @@ def test_ranks_that_missed_one_another_under_mpirun_meet_when_both_come_again(mp
 
 
 def test_the_rank_that_does_not_come_is_named_under_mpirun(mpi, tmp_path):
-    path = script(
+    path = write_script(
         tmp_path,
         """
         import os, farandole

@@ -143,7 +143,7 @@ def _forget() -> None:
     global _shared
     before, _shared = _shared, _Shared()
     if before.pump is not None:
-        before.pump.close_after_fork()
+        before.pump.close()
 
 
 # Handlers run in reverse: this after that of `farandole.job`, which closes communicators, and before MPI is finalised.

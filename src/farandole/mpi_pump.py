@@ -167,8 +167,8 @@ class Pump:
         os.eventfd_write(self._bell, 1)
         self._thread.join(2 * grace_s)
 
-    def close_after_fork(self) -> None:
-        """In a forked child, which has no such thread: let go of the sockets."""
+    def close(self) -> None:
+        """Let go of what is open, as there is no such thread any more; in a forked child there is none."""
         for line in self._by_stream.values():
             line._stream.close()
         self._epoll.close()
