@@ -11,7 +11,7 @@ from farandole.launch.environment import join_job
 from farandole.runner import close_at_exit
 from farandole.work import require_timeout
 
-__all__ = ["init"]
+__all__ = ["default_timeout_s", "init"]
 
 
 def init(*, timeout_s: float | None = None) -> Communicator:
@@ -34,14 +34,22 @@ def init(*, timeout_s: float | None = None) -> Communicator:
         RendezvousError: the ranks did not find one another; the message says which are missing and why.
         ArgumentError: the timeout is not a positive number.
     """
-    if timeout_s is None:
-        text = os.environ.get("FARANDOLE_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            raise ArgumentError(f"FARANDOLE_TIMEOUT_S is {text!r}; it must be a number of seconds") from None
-    timeout_s = require_timeout("timeout_s", timeout_s)
+    timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
     return Communicator(join_job(os.environ, timeout_s), timeout_s=timeout_s)
+
+
+def default_timeout_s() -> float:
+    """What FARANDOLE_TIMEOUT_S says; else 300.
+
+    Raises:
+        ArgumentError: it says no positive number.
+    """
+    text = os.environ.get("FARANDOLE_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ArgumentError(f"FARANDOLE_TIMEOUT_S is {text!r}; it must be a number of seconds") from None
+    return require_timeout("timeout_s", seconds)
 
 
 atexit.register(close_at_exit)

@@ -119,6 +119,7 @@ def join_at(
     *,
     transport: Transport | None = None,
     secret: bytes = b"",
+    toward: str = "",
 ) -> Membership:
     """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
 
@@ -129,11 +130,12 @@ def join_at(
         timeout_s: how long to wait for the others.
         transport: what connects hosts; None: TCP.
         secret: of the job, where it has one; else rank 0 makes one, which whoever can read the store learns.
+        toward: a host of the job, or the address of this one that others know, see `own_addresses`.
 
     Raises:
         RendezvousError: as `join`.
     """
-    identity = Identity(rank, len(job_ranks), ("", 0), False, secret, transport or Tcp())
+    identity = Identity(rank, len(job_ranks), (toward, 0), False, secret, transport or Tcp())
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
     return _meet(meeting, job_ranks)

@@ -1,0 +1,169 @@
+"""Ranks that are actors or tasks of Ray.
+
+::
+
+    # the driver
+    group = farandole.ray.Group(len(actors))
+    ray.get([actor.train.remote(group, rank) for rank, actor in enumerate(actors)])
+
+    # in the actor
+    def train(self, group, rank):
+        with group.join(rank) as comm:
+            comm.all_reduce(gradient)
+
+The group holds a secret and a key-value store, where its ranks meet; the store is an actor of its own, which takes no CPU
+and ends with the last handle to the group. Ray brings both to the ranks: whoever can take part in the Ray job is trusted.
+The data go past Ray, over shared memory and connections of farandole's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from farandole.communicator import Communicator
+from farandole.errors import ArgumentError, RendezvousError
+from farandole.job import default_timeout_s
+from farandole.launch.environment import transport_from
+from farandole.membership import join_alone
+from farandole.rendezvous import MAX_WORLD_SIZE, join_at
+from farandole.work import require_timeout
+
+__all__ = ["Group"]
+
+_ANSWERING_S = 30.0
+
+
+class Group:
+    """So many ranks, which meet once. Made by the driver, handed to the ranks as an argument, and kept by the driver until
+    they have joined. For another meeting of the same actors make another.
+
+    Args:
+        world_size: number of ranks, >= 1.
+
+    Attributes:
+        world_size: that number.
+
+    Raises:
+        ArgumentError: that is not a whole number from 1 to `MAX_WORLD_SIZE`.
+        ModuleNotFoundError: Ray is not installed; pip install "farandole[ray]".
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if not _is_whole(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
+        import ray
+
+        self.world_size = int(world_size)
+        self._secret = secrets.token_bytes(32)
+        self._board = ray.remote(num_cpus=0)(_Board).remote()
+
+    def join(self, rank: int, *, timeout_s: float | None = None) -> Communicator:
+        """The communicator of the group; called by every rank, once, in a process of its own.
+
+        Best used as a context manager: an actor that fails then leaves at once, and the others learn of it, though its
+        process lives on. If the process ends, they learn of it anyway.
+
+        Args:
+            rank: of this process, in 0..world_size - 1.
+            timeout_s: seconds to wait for the other ranks here, and in every blocking call that does not say otherwise;
+                None takes FARANDOLE_TIMEOUT_S from the environment, or 300. Ray itself may take long to start actors.
+
+        Raises:
+            RendezvousError: the ranks did not find one another, the message says which are missing; or another process
+                is this rank, or the driver has ended.
+            ArgumentError: there is no such rank, or the timeout is not a positive number.
+        """
+        if not _is_whole(rank) or not 0 <= rank < self.world_size:
+            raise ArgumentError(f"rank is {rank!r}; it must be a whole number in 0..{self.world_size - 1}")
+        timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
+        place, address = _Place(self._board), _address_of_node()
+        own = f"process {os.getpid()} on {address}, {secrets.token_hex(8)}"
+        standing = place.set(f"claimed/{rank}", own)
+        if standing != own:
+            raise RendezvousError(
+                f"rank {rank} of this group has been joined before, by {standing.partition(',')[0]}; give each its own "
+                f"rank, and make a new Group for every meeting"
+            )
+        transport = transport_from(os.environ)
+        if self.world_size == 1:
+            membership = join_alone()
+        else:
+            everyone = range(self.world_size)
+            membership = join_at(
+                place, int(rank), everyone, timeout_s, transport=transport, secret=self._secret, toward=address
+            )
+        return Communicator(membership, timeout_s=timeout_s)
+
+
+class _Place:
+    """The `farandole.rendezvous.MeetingPlace` that all ranks have."""
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+
+    def set(self, key: str, value: str) -> str:
+        """See `MeetingPlace`."""
+        standing: str = _answer(self._board.set.remote(key, value), _ANSWERING_S)
+        return standing
+
+    def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
+        """See `MeetingPlace`."""
+        answer = self._board.get_all.remote(list(keys), timeout_s, list(unless))
+        values: list[str | None] = _answer(answer, timeout_s + _ANSWERING_S)
+        return values
+
+
+class _Board:
+    """The key-value store, an actor of Ray."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+
+    async def set(self, key: str, value: str) -> str:
+        """See `MeetingPlace`."""
+        async with self._changed:
+            standing = self._values.setdefault(key, value)
+            self._changed.notify_all()
+        return standing
+
+    async def get_all(self, keys: list[str], timeout_s: float, unless: list[str]) -> list[str | None]:
+        """See `MeetingPlace`."""
+
+        def is_settled() -> bool:
+            return all(key in self._values for key in keys) or any(key in self._values for key in unless)
+
+        async with self._changed:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(is_settled), timeout_s)
+            return [self._values.get(key) for key in keys]
+
+
+def _answer(reference: Any, timeout_s: float) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise RendezvousError(
+            f"the place where the ranks of this group meet does not answer ({type(error).__name__}: {error}); has its "
+            f"driver ended, or let go of the Group?"
+        ) from error
+
+
+def _address_of_node() -> str:
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
