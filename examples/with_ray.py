@@ -1,8 +1,8 @@
-"""Data-parallel training whose ranks are actors of Ray: pip install "farandole[ray]" scikit-learn; python examples/with_ray.py
+"""Data-parallel training whose ranks are actors of Ray: python examples/with_ray.py
 
-A softmax regression learns the digits of scikit-learn. Each actor has its own part of the images; in every step all average
-their gradients. Ray starts the actors, brings them their data and the group, and takes their results; the gradients go
-past it, from process to process.
+It needs Ray and scikit-learn: pip install ".[ray]" scikit-learn. A softmax regression learns the digits of the latter.
+Each actor has its own part of the images; in every step all average their gradients. Ray starts the actors, brings them
+their data and the group, and takes their results; the gradients go past it, from process to process.
 """
 
 import sys

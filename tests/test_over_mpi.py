@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
-from jobs import LIMIT_S, mpirun, run, write_script
+from jobs import LIMIT_S, mpirun, write_script
 
 from farandole.errors import RendezvousError
 from farandole.launch import over_mpi

@@ -2,8 +2,8 @@
 
 What makes them is a `Transport`: `Tcp` here, or `farandole.mpi_lines.MpiLines` where MPI carries them.
 
-Over TCP, each rank opens a door (see `farandole.door`) for as long as the ranks meet. Of two ranks the higher one comes to the
-lower one's door; both prove the secret, and say which rank of which meeting they are.
+Over TCP, each rank opens a door (see `farandole.door`) for as long as the ranks meet. Of two ranks the higher one comes
+to the lower one's door; both prove the secret, and say which rank of which meeting they are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Connections between ranks of different hosts over MPI, for fabrics that TCP does not reach.
 
-Of each two ranks, both open a line (see `farandole.mpi_pump`), whose name is the meeting and the two ranks. Whoever is in
-the MPI job is trusted, as MPI trusts it: there is no secret to prove.
+Of each two ranks, both open a line (see `farandole.mpi_pump`), whose name is the meeting and the two ranks. Whoever is
+in the MPI job is trusted, as MPI trusts it: there is no secret to prove.
 
-Messages go over a duplicate of MPI's world, so that they never meet those of the program. It is made the first time that
-ranks are to be connected. A rank that is not there then holds up nobody for longer than the meeting lasts: the duplicate
-stays begun, and is there once that rank has come to a later one.
+Messages go over a duplicate of MPI's world, so that they never meet those of the program. It is made the first time
+that ranks are to be connected. A rank that is not there then holds up nobody for longer than the meeting lasts: the
+duplicate stays begun, and is there once that rank has come to a later one.
+
+A program that calls MPI.Finalize() itself must have closed its communicators before.
 """
 
 from __future__ import annotations
@@ -47,9 +49,7 @@ class MpiLines:
             )
         self._MPI = MPI
 
-    def open(
-        self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = ""
-    ) -> _Connector:
+    def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> _Connector:
         """See `farandole.connections.Transport`; the secret and the addresses are not needed."""
         return _Connector(self._MPI, rank)
 

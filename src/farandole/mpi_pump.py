@@ -1,19 +1,21 @@
-"""Carries streams of bytes between processes of an MPI job: what is written at one end of a *line* comes out at the other.
+"""Carries streams of bytes between processes of an MPI job.
 
-The end of a line that users have is a connected socket. One thread per process, the *pump*, has the other ends of all of
-its sockets. What it reads there it sends as messages of MPI, and what such messages bring it writes there:
+What is written at one end of a *line* comes out at the other. The end that users have is a connected socket. One thread
+per process, the *pump*, has the other ends of all of its sockets. What it reads there it sends as messages of MPI, and
+what such messages bring it writes there:
 
-=======  ========================  ====================================================================
-message  what follows the header   it says
-=======  ========================  ====================================================================
-hello    nothing                   the line is open at this end; nothing else is sent before the other has said so, too
-data     bytes                     that they were written
-credit   nothing                   no more than the header
-end      nothing                   that nothing more will be written; the last message of this end
-=======  ========================  ====================================================================
+=======  =======================  ==================================================================================
+message  what follows the header  it says
+=======  =======================  ==================================================================================
+hello    nothing                  this end is open; nothing else is sent before the other end has said so, too
+data     bytes                    these were written
+credit   nothing                  what the header says
+end      nothing                  nothing more will be written; the last message of this end
+=======  =======================  ==================================================================================
 
-Every header says which line it is for, and how many bytes this end has passed on since it said so before: the other end
-has no more than `_WINDOW_BYTES` on the way. So a socket that nobody reads holds up no other line, and memory is bounded.
+Every header says which line it is for, and how many bytes this end has passed on since it said so before: the other
+end has no more than `_WINDOW_BYTES` on the way. So a socket that nobody reads holds up no other line, and memory is
+bounded.
 
 As MPI has nothing to sleep on, the pump looks: at once again while something moves, a little later if nothing has for a
 moment, and once a millisecond when it is idle. What its own process writes wakes it.

@@ -11,9 +11,9 @@
         with group.join(rank) as comm:
             comm.all_reduce(gradient)
 
-The group holds a secret and a key-value store, where its ranks meet; the store is an actor of its own, which takes no CPU
-and ends with the last handle to the group. Ray brings both to the ranks: whoever can take part in the Ray job is trusted.
-The data go past Ray, over shared memory and connections of farandole's own.
+The group holds a secret and a key-value store, where its ranks meet; the store is an actor of its own, which takes no
+CPU and ends with the last handle to the group. Ray brings both to the ranks: whoever can take part in the Ray job is
+trusted. The data go past Ray, over shared memory and connections of farandole's own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _ANSWERING_S = 30.0
 
 
 class Group:
-    """So many ranks, which meet once. Made by the driver, handed to the ranks as an argument, and kept by the driver until
-    they have joined. For another meeting of the same actors make another.
+    """So many ranks, which meet once.
+
+    Made by the driver, handed to the ranks as an argument, and kept by the driver until they have joined. For another
+    meeting of the same actors make another.
 
     Args:
         world_size: number of ranks, >= 1.
@@ -68,7 +70,8 @@ class Group:
         """The communicator of the group; called by every rank, once, in a process of its own.
 
         Best used as a context manager: an actor that fails then leaves at once, and the others learn of it, though its
-        process lives on. If the process ends, they learn of it anyway.
+        process lives on. If the process ends, they learn of it anyway. What fails before it joins, Ray raises where the
+        driver waits for it; the others wait until the timeout, or the driver ends them.
 
         Args:
             rank: of this process, in 0..world_size - 1.

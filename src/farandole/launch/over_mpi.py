@@ -1,7 +1,7 @@
 """The meeting of ranks that mpirun has started.
 
-Rank 0 tells the others over MPI where it serves the store, and a secret that it has just made. Data go over MPI only where
-`farandole.mpi_lines` carries them.
+Rank 0 tells the others over MPI where it serves the store, and a secret that it has just made. Data go over MPI only
+where `farandole.mpi_lines` carries them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _addresses(environment: Mapping[str, str], world_size: int) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where rank 0 serves the store of which meeting, and its secret. Any of the addresses may be the one that works."""
+    """Where rank 0 serves the store of which meeting, and its secret. Any of the addresses may be what works."""
 
     addresses: list[str]
     port: int
