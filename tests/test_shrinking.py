@@ -16,6 +16,7 @@ import pytest
 import farandole
 from farandole import ArgumentError, CommunicatorClosedError, PeerLostError, RendezvousError, shrinking
 from farandole.launch import run_processes
+from farandole.topology import Topology
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "survivors.py"
 LIMIT_S = 100  # for what takes a second; only a failure takes so long
@@ -51,12 +52,13 @@ def works(comm: farandole.Communicator) -> tuple[int, int, list]:
     return comm.rank, n, comm.all_gather(np.array([comm.rank])).tolist()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_whoever_is_left_goes_on_in_order(n):
+@pytest.mark.parametrize("hosts", ["1x2", "1x3", "1x4", "1x5", "2x1", "0,1,0", "2x2"])
+def test_whoever_is_left_goes_on_in_order(hosts):
     """Whichever ranks are lost, the first among them."""
+    n = Topology.parse(hosts).world_size
     for num_lost in range(1, n):
         for lost in itertools.combinations(range(n), num_lost):
-            world = farandole.local(n, timeout_s=LIMIT_S)
+            world = farandole.local(n, timeout_s=LIMIT_S, hosts=hosts)
             for rank in lost:
                 world[rank].close()
             left = [rank for rank in range(n) if rank not in lost]
@@ -75,7 +77,8 @@ def test_whoever_is_left_goes_on_in_order(n):
             world.close()
 
 
-def test_again_and_again():
+@pytest.mark.parametrize("hosts", ["1x5", "0,1,0,1,2"])
+def test_again_and_again(hosts):
     """Down to one; the first of them is lost each time."""
 
     def body(comm):
@@ -88,7 +91,7 @@ def test_again_and_again():
         comm.close()
         return sizes
 
-    world = farandole.local(5, timeout_s=LIMIT_S)
+    world = farandole.local(5, timeout_s=LIMIT_S, hosts=hosts)
     assert on_all(world, range(5), body) == [[], [4], [4, 3], [4, 3, 2], [4, 3, 2, 1]]
     world.close()
 

@@ -109,7 +109,7 @@ def join(
         return _meet(_Meeting(store, identity, number, limit, timeout_s))
 
 
-def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float) -> Membership:
+def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float, secret: bytes) -> Membership:
     """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
 
     Args:
@@ -117,11 +117,12 @@ def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s:
         rank: of this process in the group.
         job_ranks: per rank of the group, its rank in the job.
         timeout_s: how long to wait for the others.
+        secret: of the job; empty if there is none.
 
     Raises:
         RendezvousError: as `join`.
     """
-    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=b"")
+    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=secret)
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
     return _meet(meeting, job_ranks)
@@ -372,7 +373,8 @@ class _Arrival:
             offer = [os.getpid(), arena.descriptor, nonce]
         secret = identity.secret or cards[0].secret.encode()
         if len(mates) < identity.world_size:
-            self._door = RankDoor(identity.rank, secret, toward=identity.store[0])
+            toward = identity.store[0] or os.environ.get("MASTER_ADDR", "")
+            self._door = RankDoor(identity.rank, secret, toward=toward)
         way = Way((), 0) if self._door is None else self._door.way
         meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
