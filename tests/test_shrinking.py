@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import several_hosts
 
 import farandole
 from farandole import ArgumentError, CommunicatorClosedError, PeerLostError, RendezvousError, shrinking
@@ -405,3 +406,49 @@ def test_one_rank_more_than_may_be_lost_ends_the_job():
 def test_a_number_of_ranks_that_cannot_be_lost_is_refused(max_lost):
     with pytest.raises(ArgumentError, match=r"max_lost is -?\d; of 2 ranks 0\.\.1 may be lost"):
         run_processes([sys.executable, "-c", ""], 2, max_lost=max_lost)
+
+
+# -- across hosts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "b", "c", "d"], ["a", "a", "b", "b"]])
+def test_training_on_several_hosts_survives_two_ranks(hosts):
+    done = several_hosts.run(hosts, EXAMPLE.read_text())
+    assert [code for code, _, _ in done] == [0, 3, 3, 0], done
+    for rank, index in ((0, 0), (3, 1)):
+        assert f"rank {index} of 2 that are left: largest difference" in done[rank][1]
+        assert "ended while others needed it" in done[rank][1]
+
+
+DIES_AGAIN = """
+import os, random, signal, sys, threading, time
+import numpy as np, farandole
+seed = int(sys.argv[1])
+comm = farandole.init(timeout_s=60)
+rank, n = comm.rank, comm.world_size
+choice = random.Random(seed)
+victims = choice.sample(range(n), choice.randrange(1, n))
+delays = {victim: choice.uniform(0, 0.15) for victim in victims}
+comm.barrier()
+if rank in victims:
+    threading.Timer(delays[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
+while True:
+    try:
+        if comm.world_size == n - len(victims):
+            total = comm.all_reduce(np.array([rank]))
+            print(comm.world_size, total[0] == sum(set(range(n)) - set(victims)), flush=True)
+            break
+        comm.all_reduce(np.arange(choice.choice([3, 300_000])) * 1.0)
+    except farandole.PeerLostError:
+        comm = comm.shrink(timeout=30)
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_die_at_any_time_are_left_behind(seed):
+    """Also while the others agree how to go on without one that died before."""
+    hosts = random.Random(seed).choice([["a", "b", "a", "b"], ["a", "b", "c"], ["a", "a", "b", "b", "c"]])
+    for code, out, err in several_hosts.run(hosts, DIES_AGAIN, str(seed)):
+        if code != -9:
+            assert code == 0, err
+            assert out.split()[1] == "True", out
