@@ -7,6 +7,7 @@ Prints what was found, and how long after the death at most.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -60,7 +61,7 @@ def pass_on(comm: farandole.Communicator, x: np.ndarray, **more):
 def die(death: str, pipe) -> None:
     pipe.send(("death", time.monotonic()))
     if death == "exception":
-        sys.stderr = open(os.devnull, "w")  # of this process, which ends here
+        sys.stderr = io.StringIO()  # of this process, which ends here
         raise ZeroDivisionError
     if death == "os._exit":
         os._exit(7)

@@ -443,12 +443,19 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
     case Kind::records:
       peer.target = reinterpret_cast<std::byte*>(&peer.records);
       return frame.bytes == sizeof(Records);
-    case Kind::credit:
     case Kind::abort:
+      return frame.bytes == 0 && is_abort(frame.label.fingerprint);
+    case Kind::credit:
     case Kind::close:
       return frame.bytes == 0;
   }
   return false;
+}
+
+bool Relay::is_abort(std::uint64_t packed) const noexcept {
+  const auto reason = static_cast<std::uint32_t>(packed);
+  return reason != 0 && reason <= static_cast<std::uint32_t>(Abort::too_many_unexpected) &&
+         packed >> 32 < peers_.size();
 }
 
 // Does with a frame what it is for, now that all of it is here.

@@ -154,6 +154,7 @@ class Relay {
   bool receive_from(Peer& peer);
   bool fill(Peer& peer, std::byte* target, std::size_t bytes);
   bool accept_frame(Peer& peer, const Frame& frame);
+  bool is_abort(std::uint64_t packed) const noexcept;
   void deliver(Peer& peer);
   bool place_kept(Peer& peer);
   void lose(Peer& peer) noexcept;
