@@ -114,3 +114,7 @@ def mpi(request):
     yield jobs.environment_of(request.param, "mpi4py")
     for left in jobs.left_by_mpi() - before:  # where ranks ended without MPI's knowing
         left.unlink()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole-matrix", action="store_true", help="every cell of the fault matrix with every collective")

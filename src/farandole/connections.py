@@ -36,7 +36,7 @@ class Way(NamedTuple):
     """How to come to a rank.
 
     Attributes:
-        addresses: of its host, in the order in which they are to be tried; none over MPI.
+        addresses: of its host, in the order in which they are to be tried.
         port: of its door; over MPI, its rank there.
     """
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from farandole.addresses import own_addresses
 from farandole.connections import Way
 from farandole.errors import RendezvousError
 from farandole.mpi_pump import Line, LineName, Pump
@@ -50,17 +51,17 @@ class MpiLines:
         self._MPI = MPI
 
     def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> _Connector:
-        """See `farandole.connections.Transport`; the secret and the addresses are not needed."""
-        return _Connector(self._MPI, rank)
+        """See `farandole.connections.Transport`; the secret is not needed, nor are the addresses for data."""
+        return _Connector(self._MPI, rank, own_addresses(os.environ, toward) if addresses is None else addresses)
 
 
 class _Connector:
     """One rank's part in connecting a group."""
 
-    def __init__(self, MPI: Any, rank: int) -> None:
+    def __init__(self, MPI: Any, rank: int, addresses: Sequence[str]) -> None:
         self._MPI = MPI
         self._rank = rank
-        self.way = Way((), MPI.COMM_WORLD.rank)
+        self.way = Way(tuple(addresses), MPI.COMM_WORLD.rank)
 
     def connect(
         self, token: str, ways: Sequence[Way | None], limit: float, require_going: Callable[[], None]

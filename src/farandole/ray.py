@@ -100,7 +100,7 @@ class Group:
         else:
             everyone = range(self.world_size)
             membership = join_at(
-                place, int(rank), everyone, timeout_s, transport=transport, secret=self._secret, toward=address
+                place, int(rank), everyone, timeout_s, self._secret, transport=transport, toward=address
             )
         return Communicator(membership, timeout_s=timeout_s)
 

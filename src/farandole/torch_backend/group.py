@@ -78,7 +78,7 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
         membership = join_alone()
     else:
         members, transport = options.global_ranks_in_group or range(size), transport_from(os.environ)
-        membership = join_at(place, options.group_rank, members, timeout_s, transport=transport)
+        membership = join_at(place, options.group_rank, members, timeout_s, secret, transport=transport)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
 
 
