@@ -57,7 +57,7 @@ from test_hosts import check_all, numbers
 reached = []
 
 def watch(event, arguments):
-    if event in ("socket.connect", "socket.bind") and isinstance(arguments[1], tuple):
+    if event in ("socket.connect", "socket.bind") and isinstance(arguments[1], tuple) and arguments[0].type == 1:
         reached.append((event, arguments[1][1]))
 
 sys.addaudithook(watch)
@@ -164,6 +164,26 @@ def test_failures_are_told_on_every_host_and_the_process_ends(mpi, tmp_path, wha
     done = job(mpi, tmp_path, 4, 2, dedented(body))
     expected = 3 if what in ("leaving early", "a late rank") else 4
     assert done.stdout.count(message) == expected, done.stdout + done.stderr[-2000:]
+
+
+def test_ranks_that_are_left_go_on_over_mpi(mpi, tmp_path):
+    body = """
+    comm = farandole.init(timeout_s=60)
+    if rank == 1:
+        comm.close()
+    else:
+        try:
+            comm.barrier()
+            comm.barrier()
+        except farandole.PeerLostError:
+            comm = comm.shrink()
+        for size in (1, 1_000_000):
+            assert comm.all_reduce(np.ones(size))[-1] == 3
+        assert type(comm._membership.network.transport).__name__ == "MpiLines"
+        comm.close()
+    say("through")
+    """
+    require_through(job(mpi, tmp_path, 4, 2, dedented(body)), 4)
 
 
 def test_what_was_sent_before_leaving_arrives(mpi, tmp_path):
