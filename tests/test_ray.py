@@ -124,11 +124,10 @@ def test_an_actor_that_dies_or_fails_is_named_by_the_others(python, tmp_path):
                 text = ray.get(answers[rank])
                 assert text.startswith("PeerLostError rank 1 "), text
                 assert ("closed its communicator" if how == "fails" else "ended") in text.splitlines()[0], text
-                print("told after", float(text.rpartition(" ")[2]) - float(when))
+                seconds = float(text.rpartition(" ")[2]) - float(when)
+                assert seconds < 10, seconds  # it takes 0.06; a timeout takes 60
     """
-    out = run_main(python, tmp_path, body)
-    assert len(re.findall("told after", out)) == 12
-    print(out)
+    assert "through" in run_main(python, tmp_path, body)
 
 
 def test_ranks_that_do_not_come_or_come_twice_are_named(python, tmp_path):

@@ -43,7 +43,7 @@ def card(process: int, world_size: int, proof: HostProof | None = None) -> str:
 def come_as_rank_1(server: StoreServer, process: int) -> None:
     """What rank 1 of two on this host says."""
     server.set("0/rank/1", card(process, 2, HostProof.offer()))
-    server.set("0/host/1", json.dumps(rendezvous._HostCard([0, 1], [], [], 0)._asdict()))
+    server.set("0/host/1", json.dumps(rendezvous._HostCard([0, 1], [], [], 0, "tcp")._asdict()))
 
 
 @pytest.fixture
@@ -416,11 +416,12 @@ def test_what_is_no_card_of_a_rank_is_refused(server, junk):
         ("addresses", None),
         ("port", 2**16),
         ("port", "80"),
+        ("transport", 1),
     ],
 )
 def test_what_is_no_word_of_a_host_is_refused(server, client, field, value):
     server.set("0/rank/0", card(os.getppid(), 2, HostProof.offer()))
-    good = rendezvous._HostCard([0, 1], [1, 2, 3], [], 0)._asdict()
+    good = rendezvous._HostCard([0, 1], [1, 2, 3], [], 0, "tcp")._asdict()
     server.set("0/host/0", json.dumps({**good, field: value}))
     over = time.monotonic() + WAIT_S
     with pytest.raises(RendezvousError, match="what stands for the host of rank 0"):

@@ -63,7 +63,13 @@ class Connector(Protocol):
 
 
 class Transport(Protocol):
-    """How ranks of different hosts are connected."""
+    """How ranks of different hosts are connected.
+
+    Attributes:
+        name: of it, for users.
+    """
+
+    name: str
 
     def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> Connector:
         """Be there for the others of a group that is made; see `RankDoor` for the arguments.
@@ -75,6 +81,8 @@ class Transport(Protocol):
 
 class Tcp:
     """Over TCP, between doors."""
+
+    name = "tcp"
 
     def open(self, rank: int, secret: bytes, *, addresses: Sequence[str] | None = None, toward: str = "") -> RankDoor:
         """See `Transport`."""

@@ -7,7 +7,9 @@ earlier if others come that have proved nothing either.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -104,7 +106,7 @@ class Door:
             self._unproved.pop(connection, None)
 
     def _serve(self, connection: Connection) -> None:
-        with contextlib.closing(connection):
+        with contextlib.closing(connection), _known(connection):
             is_trusted = self._is_trusted(connection)
             self._dismiss(connection)
             if is_trusted:
@@ -121,6 +123,29 @@ class Door:
         except Exception:  # whatever a stranger's bytes lead to
             return False
         return True
+
+
+_guests: set[Connection] = set()
+
+
+@contextlib.contextmanager
+def _known(connection: Connection) -> Iterator[None]:
+    """Have a connection shut down when the process ends: its thread ends then, but the process may live on for long, as
+    where MPI is finalised, and nobody is to wait for it."""
+    _guests.add(connection)
+    try:
+        yield
+    finally:
+        _guests.discard(connection)
+
+
+def _shut_down_guests() -> None:
+    for connection in list(_guests):
+        _shut_down(connection)
+
+
+atexit.register(_shut_down_guests)
+os.register_at_fork(after_in_child=_guests.clear)  # they are the parent's
 
 
 def knock(address: Address, secret: bytes, seconds: float) -> Connection:

@@ -42,6 +42,8 @@ class MpiLines:
         RendezvousError: MPI was not initialised for many threads.
     """
 
+    name = "mpi"
+
     def __init__(self, MPI: Any) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RendezvousError(
@@ -105,8 +107,9 @@ class _Shared:
     """What all transports of this process have in common.
 
     Attributes:
-        request: of MPI, for the duplicate; None once that is there.
-        world: the duplicate.
+        request: of MPI, for the duplicate; None until that is begun.
+        world: the duplicate, of use once the request is through.
+        pump: None until then.
     """
 
     def __init__(self) -> None:

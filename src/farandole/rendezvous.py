@@ -391,8 +391,11 @@ class _Arrival:
             toward = identity.store[0] or os.environ.get("MASTER_ADDR", "")
             self._door = identity.transport.open(identity.rank, secret, toward=toward)
         way = Way((), 0) if self._door is None else self._door.way
-        meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
+        meeting.set(
+            "host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port, identity.transport.name)._asdict())
+        )
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
+        _require_one_transport([card.transport for card in others])
         topology = topology_from([card.mates for card in others], proofs)
         arena = arena or map_arena(*others[mates[0]].arena)
         network = None
@@ -442,6 +445,14 @@ def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
     return len(set().union(*(cards[rank].cores for rank in ranks)))
 
 
+def _require_one_transport(names: Sequence[str]) -> None:
+    if len(set(names)) > 1:
+        raise RendezvousError(
+            f"the ranks disagree on FARANDOLE_TRANSPORT: {dict(enumerate(names))}; set it alike on all (Open MPI hands "
+            f"it to other hosts with mpirun -x FARANDOLE_TRANSPORT)"
+        )
+
+
 def _warn_without_secret(identity: Identity) -> None:
     if identity.rank == 0 and not identity.secret:
         warnings.warn(
@@ -480,12 +491,14 @@ class _HostCard(NamedTuple):
         mates: the ranks that it shares memory with, itself included.
         arena: of the first of them: process, descriptor and nonce of the arena; empty for others.
         addresses, port: where ranks of other hosts find its door; none and 0 if there are no other hosts.
+        transport: the name of that between hosts.
     """
 
     mates: list[int]
     arena: list[int]
     addresses: list[str]
     port: int
+    transport: str
 
 
 def _read_card(rank: int, text: str) -> _Card:
@@ -511,7 +524,9 @@ def _read_host_card(rank: int, text: str) -> _HostCard:
         is_first = card.mates[0] == rank
         is_sound = _are_numbers([*card.mates, *card.arena], 2**63) and _are_numbers(card.arena[:2], 2**31)
         is_sound &= len(card.arena) == (3 if is_first else 0) and rank in card.mates
-        is_sound &= all(type(address) is str for address in card.addresses) and _are_numbers([card.port], 2**16)
+        is_sound &= all(type(one) is str for one in [card.transport, *card.addresses]) and _are_numbers(
+            [card.port], 2**16
+        )
     except (TypeError, ValueError, LookupError, RecursionError):
         is_sound = False
     if not is_sound:
