@@ -60,7 +60,9 @@ def test_where_each_sum_is_completed_once_all_ranks_hold_the_same_and_elsewhere_
         agree = all(value == held[0, slot] for (_, slot), value in held.items())
         assert agree == verify(schedule).completes_once == (name in SOUND), topology
         if agree:
-            assert 0 < wire_reference.most_roundings(schedule, topology) <= topology.world_size
+            roundings = wire_reference.most_roundings(schedule, topology)
+            assert roundings <= topology.world_size
+            assert roundings == {"direct": 2, "hierarchical": topology.num_hosts}.get(name, roundings)
 
 
 def random_all_reduce(choice: random.Random) -> Schedule:

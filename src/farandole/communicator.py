@@ -83,22 +83,21 @@ class Communicator:
         """Every rank ends with the reduction of all ranks' ``tensor``, the same bits on all.
 
         With ``wire_dtype``, float32 is rounded where it goes to another host, so that fewer bytes travel, and each
-        result once more; everything is added up in float32. A number of which the result is made is rounded at most
-        once for each host that its partial sum passes through, so at most H times for H hosts:
+        result once where it is complete; everything is added up in float32. Each time a number changes by at most
 
-        - "bfloat16", half the bytes: each time to nearest, so by at most 1/256 of itself; beyond the largest bfloat16
-          (3.39e38) it becomes infinite;
-        - "int8", a quarter and 1/1024: in blocks of 256 numbers with one scale, a power of two, by at most 1/127 of the
-          largest magnitude in the block. A block with a NaN or an infinity becomes NaN, all of it.
+        - 1/256 of itself as "bfloat16", which takes half the bytes;
+        - 1/127 of the largest magnitude in its block as "int8", which takes 257/1024 of them: 256 numbers share a
+          scale, a power of two. A block with a NaN or an infinity becomes NaN, all of it.
 
-        Where all ranks share one host, nothing is rounded.
+        How far sums can be off in all, and what becomes of very large and small numbers, is in docs/numbers.md. Where
+        all ranks share one host, nothing is rounded.
 
         Args:
             tensor: any shape, the same number of elements on all ranks; overwritten unless ``out`` is given.
             op: "sum", "avg", "prod", "min", "max", "band", "bor" or "bxor".
             out: where the result goes; same number of elements and dtype as ``tensor``.
             algorithm: a name (see ``farandole.algorithms.names("all_reduce")``), a `Schedule`, or a function from the
-                world size to one; None lets farandole choose. Between hosts, ``wire_dtype`` needs one that completes
+                world size to one; None lets farandole choose. With ``wire_dtype``, between hosts, one that completes
                 each sum on one rank.
             wire_dtype: what float32 is rounded to between hosts, "bfloat16" or "int8"; the same on all ranks. None:
                 numbers travel as they are.
