@@ -96,12 +96,13 @@ struct Power {
   const Power factor(kBias - static_cast<std::int32_t>(scale));
   // The last bit of this is worth 1, and of what is added to it: the addition rounds.
   constexpr float kWhole = 12582912;  // 1.5 * 2^23
+  constexpr auto kZero = __builtin_bit_cast(std::int32_t, kWhole);
   for (std::size_t i = 0; i < count; ++i) {
-    float quotient = load<float>(floats, i) * factor.first * factor.second;
-    quotient = quotient < 127 ? quotient : 127;
-    quotient = quotient > -127 ? quotient : -127;
-    store(wire + 1, i,
-          static_cast<std::uint8_t>(__builtin_bit_cast(std::uint32_t, quotient + kWhole)));
+    const float quotient = load<float>(floats, i) * factor.first * factor.second;
+    std::int32_t whole = __builtin_bit_cast(std::int32_t, quotient + kWhole) - kZero;
+    whole = whole < 127 ? whole : 127;  // of integers: GCC makes no vectors of such floats
+    whole = whole > -127 ? whole : -127;
+    store(wire + 1, i, static_cast<std::int8_t>(whole));
   }
 }
 
