@@ -114,3 +114,7 @@ def mapped_worlds():
     """As `tight_worlds`; whatever lies in registered memory travels mapped, however small it is."""
     with contextlib.closing(KeptWorlds(TIGHT, (runner, "_SMALLEST_MAPPED_BYTES", 0))) as kept:
         yield kept
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole-matrix", action="store_true", help="every cell of the fault matrix with every collective")

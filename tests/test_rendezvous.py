@@ -466,7 +466,7 @@ def test_others_that_have_joined_are_told_of_ctrl_c_too(server, monkeypatch):
         comm.barrier()
 
 
-def too_large(_world_size):
+def too_large(*_):
     """More shared memory than there are addresses."""
     return 1 << 20, 0xFFFFFFC0
 
@@ -594,10 +594,10 @@ def test_a_group_that_cannot_be_made_fails_on_every_rank_with_the_reason(monkeyp
     real = getattr(membership, name)
     failing = "rank 1" if name == "create_arena" else "rank 3"
 
-    def fail(*arguments):
+    def fail(*arguments, **more):
         if threading.current_thread().name == failing:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(*arguments)
+        return real(*arguments, **more)
 
     def split(comm):
         with pytest.raises(RendezvousError) as info:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import several_hosts
 
 import farandole
 from farandole import ArgumentError, CommunicatorClosedError, PeerLostError, RendezvousError, shrinking
 from farandole.launch import run_processes
+from farandole.topology import Topology
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "survivors.py"
 LIMIT_S = 100  # for what takes a second; only a failure takes so long
@@ -51,12 +53,13 @@ def works(comm: farandole.Communicator) -> tuple[int, int, list]:
     return comm.rank, n, comm.all_gather(np.array([comm.rank])).tolist()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_whoever_is_left_goes_on_in_order(n):
+@pytest.mark.parametrize("hosts", ["1x2", "1x3", "1x4", "1x5", "2x1", "0,1,0", "2x2"])
+def test_whoever_is_left_goes_on_in_order(hosts):
     """Whichever ranks are lost, the first among them."""
+    n = Topology.parse(hosts).world_size
     for num_lost in range(1, n):
         for lost in itertools.combinations(range(n), num_lost):
-            world = farandole.local(n, timeout_s=LIMIT_S)
+            world = farandole.local(n, timeout_s=LIMIT_S, hosts=hosts)
             for rank in lost:
                 world[rank].close()
             left = [rank for rank in range(n) if rank not in lost]
@@ -75,7 +78,8 @@ def test_whoever_is_left_goes_on_in_order(n):
             world.close()
 
 
-def test_again_and_again():
+@pytest.mark.parametrize("hosts", ["1x5", "0,1,0,1,2"])
+def test_again_and_again(hosts):
     """Down to one; the first of them is lost each time."""
 
     def body(comm):
@@ -88,7 +92,7 @@ def test_again_and_again():
         comm.close()
         return sizes
 
-    world = farandole.local(5, timeout_s=LIMIT_S)
+    world = farandole.local(5, timeout_s=LIMIT_S, hosts=hosts)
     assert on_all(world, range(5), body) == [[], [4], [4, 3], [4, 3, 2], [4, 3, 2, 1]]
     world.close()
 
@@ -402,3 +406,49 @@ def test_one_rank_more_than_may_be_lost_ends_the_job():
 def test_a_number_of_ranks_that_cannot_be_lost_is_refused(max_lost):
     with pytest.raises(ArgumentError, match=r"max_lost is -?\d; of 2 ranks 0\.\.1 may be lost"):
         run_processes([sys.executable, "-c", ""], 2, max_lost=max_lost)
+
+
+# -- across hosts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "b", "c", "d"], ["a", "a", "b", "b"]])
+def test_training_on_several_hosts_survives_two_ranks(hosts):
+    done = several_hosts.run(hosts, EXAMPLE.read_text())
+    assert [code for code, _, _ in done] == [0, 3, 3, 0], done
+    for rank, index in ((0, 0), (3, 1)):
+        assert f"rank {index} of 2 that are left: largest difference" in done[rank][1]
+        assert "ended while others needed it" in done[rank][1]
+
+
+DIES_AGAIN = """
+import os, random, signal, sys, threading, time
+import numpy as np, farandole
+seed = int(sys.argv[1])
+comm = farandole.init(timeout_s=60)
+rank, n = comm.rank, comm.world_size
+choice = random.Random(seed)
+victims = choice.sample(range(n), choice.randrange(1, n))
+delays = {victim: choice.uniform(0, 0.15) for victim in victims}
+comm.barrier()
+if rank in victims:
+    threading.Timer(delays[rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
+while True:
+    try:
+        if comm.world_size == n - len(victims):
+            total = comm.all_reduce(np.array([rank]))
+            print(comm.world_size, total[0] == sum(set(range(n)) - set(victims)), flush=True)
+            break
+        comm.all_reduce(np.arange(choice.choice([3, 300_000])) * 1.0)
+    except farandole.PeerLostError:
+        comm = comm.shrink(timeout=30)
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_die_at_any_time_are_left_behind(seed):
+    """Also while the others agree how to go on without one that died before."""
+    hosts = random.Random(seed).choice([["a", "b", "a", "b"], ["a", "b", "c"], ["a", "a", "b", "b", "c"]])
+    for code, out, err in several_hosts.run(hosts, DIES_AGAIN, str(seed)):
+        if code != -9:
+            assert code == 0, err
+            assert out.split()[1] == "True", out

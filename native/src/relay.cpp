@@ -328,6 +328,7 @@ bool Relay::choose_frame(Peer& peer) {
     return false;
   }
   for (std::size_t i = 0; i < peer.lanes.size(); ++i) peer.lanes[i].credited += frame.taken[i];
+  frame.call = last_call();
   peer.departing = frame;
   peer.departed = 0;
   return true;
@@ -432,6 +433,7 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
     if (frame.taken[i] > lane.in_flight) return false;
     lane.in_flight -= frame.taken[i];
   }
+  mirror_call(peer.rank, frame.call);
   peer.arriving = frame;
   peer.arrived = 0;
   switch (frame.kind) {
@@ -454,12 +456,19 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
     case Kind::records:
       peer.target = reinterpret_cast<std::byte*>(&peer.records);
       return frame.bytes == sizeof(Records);
-    case Kind::credit:
     case Kind::abort:
+      return frame.bytes == 0 && is_abort(frame.label.fingerprint);
+    case Kind::credit:
     case Kind::close:
       return frame.bytes == 0;
   }
   return false;
+}
+
+bool Relay::is_abort(std::uint64_t packed) const noexcept {
+  const auto reason = static_cast<std::uint32_t>(packed);
+  return reason != 0 && reason <= static_cast<std::uint32_t>(Abort::too_many_unexpected) &&
+         packed >> 32 < peers_.size();
 }
 
 // Does with a frame what it is for, now that all of it is here.
@@ -560,6 +569,24 @@ void Relay::look_at_records() {
   for (const auto& peer : peers_) {
     if (peer) peer->owes_records = true;
   }
+}
+
+Relay::LastCall Relay::last_call() const noexcept {
+  const CallRecord& call = arena_->rank(rank_).call;
+  const auto read = [](const auto& word) { return word.load(std::memory_order_relaxed); };
+  return {read(call.sequence), read(call.what), read(call.count), read(call.payload_bytes),
+          read(call.agreement)};
+}
+
+void Relay::mirror_call(std::uint32_t rank, const LastCall& call) const noexcept {
+  CallRecord& record = arena_->rank(rank).call;
+  if (call.sequence <= record.sequence.load(std::memory_order_relaxed)) return;
+  record.what.store(call.what, std::memory_order_relaxed);
+  record.count.store(call.count, std::memory_order_relaxed);
+  record.payload_bytes.store(call.payload_bytes, std::memory_order_relaxed);
+  record.agreement.store(call.agreement, std::memory_order_relaxed);
+  record.began_ns.store(nanoseconds_now(), std::memory_order_relaxed);
+  record.sequence.store(call.sequence, std::memory_order_relaxed);
 }
 
 // Several relays of this host may do so at once, for one rank; what they write is hers alone.

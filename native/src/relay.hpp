@@ -83,12 +83,21 @@ class Relay {
   using Clock = std::chrono::steady_clock;
 
   enum class Kind : std::uint32_t { collectives, messages, credit, records, abort, close };
+  // What of a CallRecord every frame tells, so that the last call of a rank that dies is known.
+  struct LastCall {
+    std::uint64_t sequence = 0;
+    std::uint64_t what = 0;
+    std::uint64_t count = 0;
+    std::uint64_t payload_bytes = 0;
+    std::uint64_t agreement = 0;
+  };
   struct Frame {
     Kind kind = Kind::credit;
     std::uint32_t bytes = 0;  // that follow
     // Segments that the sender's rank has taken since the frame before, per kind of traffic.
     std::array<std::uint32_t, 2> taken{};
     Label label;  // of a segment; in `abort`, its first word is what ArenaHeader::abort holds
+    LastCall call;
 
     // In which a segment travels.
     WireForm form() const noexcept {
@@ -159,6 +168,7 @@ class Relay {
   bool receive_from(Peer& peer);
   bool fill(Peer& peer, std::byte* target, std::size_t bytes);
   bool accept_frame(Peer& peer, const Frame& frame);
+  bool is_abort(std::uint64_t packed) const noexcept;
   void deliver(Peer& peer);
   static void publish(Lane& lane, const Frame& frame, const std::byte* data) noexcept;
   bool place_kept(Peer& peer);
@@ -166,6 +176,8 @@ class Relay {
   void bury(Peer& peer) noexcept;
   void look_at_records();
   void mirror(std::uint32_t rank, const Records& records) const noexcept;
+  LastCall last_call() const noexcept;
+  void mirror_call(std::uint32_t rank, const LastCall& call) const noexcept;
   void sleep() noexcept;
   void look_at_sockets(std::chrono::milliseconds limit) noexcept;
   bool is_through() const noexcept;

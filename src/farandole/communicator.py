@@ -669,7 +669,7 @@ class Communicator:
 
     def wire_bytes(self) -> tuple[int, int]:
         """Bytes of data that this rank has sent to ranks of other hosts, and received from them, in collectives and
-        messages, in the form in which they travel (see ``wire_dtype`` of `all_reduce`); what is around them (40 bytes
+        messages, in the form in which they travel (see ``wire_dtype`` of `all_reduce`); what is around them (80 bytes
         for each segment, TCP and IP) is not counted."""
         return self._runner.wire_bytes()
 

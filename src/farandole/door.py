@@ -110,7 +110,8 @@ class Door:
             if is_trusted:
                 self._welcome(connection)
             else:
-                self.num_refused += 1
+                with self._unproved_lock:
+                    self.num_refused += 1
 
     def _is_trusted(self, connection: Connection) -> bool:
         try:

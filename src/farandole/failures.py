@@ -84,16 +84,17 @@ def explain_failure(
         return CollectiveTimeoutError(_timeout_text(subject, rank, records, stopped, where))
     if reason == Abort.PEER_LOST:
         host = f" (on host {host_names[subject]})" if host_names else ""
-        return PeerLostError(f"{_loss_text(f'rank {subject}{host}', record, message)}\n{where}")
+        loss = _loss_text(f"rank {subject}{host}", record, message, is_near=not host_names)
+        return PeerLostError(f"{loss}\n{where}")
     return CommunicatorClosedError("\n".join([_stop_text(reason, subject, record, message), *_group_line(job_ranks)]))
 
 
-def _loss_text(who: str, record: CallRecord, message: MessageRecord) -> str:
+def _loss_text(who: str, record: CallRecord, message: MessageRecord, *, is_near: bool) -> str:
     text = f"{who} {'closed its communicator' if record.closed else 'ended'} while others needed it; "
     if record.refusal:
         return f"{text}it had refused a call"
     if not record.what and not message.what:
-        text += "it had made no call"
+        text += "it had made no call" if is_near else "no call of it is known"
     else:
         text += f"its last call was {_doing(record, message)}"
     return f"{text}. Did it make fewer calls?" if record.closed else text

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 from farandole.calibration import Calibration, calibration_in_use
 from farandole.connections import RankDoor, Way
+from farandole.cost_model import Link
 from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.hosts import HostProof, topology_from
 from farandole.membership import LONGEST_REASON, Membership, Network, create_arena, map_arena, words
 from farandole.store import StoreClient, StoreServer
+from farandole.wire_probe import measure, wire_from
 
 __all__ = [
     "MAX_WORLD_SIZE",
@@ -109,7 +111,7 @@ def join(
         return _meet(_Meeting(store, identity, number, limit, timeout_s))
 
 
-def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float) -> Membership:
+def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s: float, secret: bytes) -> Membership:
     """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
 
     Args:
@@ -117,11 +119,12 @@ def join_at(store: MeetingPlace, rank: int, job_ranks: Sequence[int], timeout_s:
         rank: of this process in the group.
         job_ranks: per rank of the group, its rank in the job.
         timeout_s: how long to wait for the others.
+        secret: of the job; empty if there is none.
 
     Raises:
         RendezvousError: as `join`.
     """
-    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=b"")
+    identity = Identity(rank, len(job_ranks), ("", 0), rank_0_serves=False, secret=secret)
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
     return _meet(meeting, job_ranks)
@@ -372,13 +375,15 @@ class _Arrival:
             offer = [os.getpid(), arena.descriptor, nonce]
         secret = identity.secret or cards[0].secret.encode()
         if len(mates) < identity.world_size:
-            self._door = RankDoor(identity.rank, secret, toward=identity.store[0])
+            toward = identity.store[0] or os.environ.get("MASTER_ADDR", "")
+            self._door = RankDoor(identity.rank, secret, toward=toward)
         way = Way((), 0) if self._door is None else self._door.way
         meeting.set("host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port)._asdict()))
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
         topology = topology_from([card.mates for card in others], proofs)
         arena = arena or map_arena(*others[mates[0]].arena)
         network = None
+        calibration = Calibration.from_fields(cards[0].calibration)
         if self._door is not None:
             _warn_without_secret(identity)
             ways = [
@@ -392,6 +397,7 @@ class _Arrival:
                 secret,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
+            calibration = replace(calibration, wire=self._measured_wire(network))
         cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))
         return Membership(
             identity.rank,
@@ -399,9 +405,23 @@ class _Arrival:
             arena,
             tuple(card.process for card in cards),
             tuple(job_ranks),
-            replace(Calibration.from_fields(cards[0].calibration), cores=cores),
+            replace(calibration, cores=cores),
             network,
         )
+
+    def _measured_wire(self, network: Network) -> Link:
+        """What the first ranks of all hosts find, each with those of the next host and the one before; for all ranks
+        the same."""
+        topology, own = network.topology, self._identity.rank
+        firsts = [topology.ranks_on(host)[0] for host in range(topology.num_hosts)]
+        figures: list[float] = []
+        if own in firsts:
+            place = firsts.index(own)
+            following, preceding = (firsts[(place + step) % len(firsts)] for step in (1, -1))
+            figures = measure(network.connections[following], network.connections[preceding])
+        self._meeting.set("wire", json.dumps(figures))
+        texts = self._meeting.get_all("wire", "measured the wire")
+        return wire_from([_read_figures(rank, text) for rank, text in enumerate(texts)])
 
 
 def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
@@ -485,6 +505,19 @@ def _read_host_card(rank: int, text: str) -> _HostCard:
             f"what stands for the host of rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
         )
     return card
+
+
+def _read_figures(rank: int, text: str) -> list[float]:
+    try:
+        figures = json.loads(text)
+        is_sound = len(figures) in (0, 2) and all(type(one) is float and 0 < one < 1e15 for one in figures)
+    except (TypeError, ValueError, RecursionError):
+        is_sound = False
+    if not is_sound:
+        raise RendezvousError(
+            f"what stands for the wire of rank {rank} where the ranks meet is no measure: {text[:99]!r}"
+        )
+    return [*figures]
 
 
 def _are_numbers(values: Sequence[Any], limit: int) -> bool:

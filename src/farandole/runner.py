@@ -29,6 +29,7 @@ from farandole.failures import Abort, explain_failure
 from farandole.flight_record import FlightEntry, flight_entries, write_flight_record
 from farandole.membership import Membership
 from farandole.shrinking import shrink
+from farandole.shrinking_hosts import shrink_across_hosts
 from farandole.work import Receipt, Work, require_timeout
 
 __all__ = ["Runner", "open_runners", "close_all", "close_at_exit", "tell_at_exit"]
@@ -374,7 +375,9 @@ class Runner:
                 raise ArgumentError("shrink() is called once on a communicator, by one thread")
             self._is_shrinking = True
         try:
-            return shrink(self._engine, membership, timeout_s)
+            if membership.network is None:
+                return shrink(self._engine, membership, timeout_s)
+            return shrink_across_hosts(self._engine, membership, membership.network, timeout_s)
         finally:  # whatever comes of it, this rank is not to be waited for here any more
             self._tell()
             with contextlib.suppress(CommunicationError):  # the failure, which is why it was called

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import farandole._native as _native
 from farandole.errors import CollectiveTimeoutError, CommunicatorClosedError, RendezvousError
 from farandole.membership import Membership, create_arena, map_arena
 
-__all__ = ["shrink"]
+__all__ = ["ranks_in_words", "shrink", "words_of_ranks"]
 
 _VERDICT, _DECIDED, _PRESENT, _MAPPED, _PROCESS, _DESCRIPTOR, _NONCE, _MEMBERS = range(8)
 """The words of a rank's board, the last four of them for the members' bits."""
@@ -48,6 +49,18 @@ def shrink(engine: _native.Engine, membership: Membership, timeout_s: float) -> 
         RendezvousError: a rank could not join; on all.
     """
     return _Shrinking(engine, membership, timeout_s).run()
+
+
+def words_of_ranks(ranks: Sequence[int], world_size: int) -> list[int]:
+    """Some ranks of a world as bits, in words of a board."""
+    mask = sum(1 << rank for rank in ranks)
+    return [mask >> shift & (1 << _BITS) - 1 for shift in range(0, world_size, _BITS)]
+
+
+def ranks_in_words(words: Sequence[int]) -> list[int]:
+    """What `words_of_ranks` made words of."""
+    mask = sum(word << _BITS * index for index, word in enumerate(words))
+    return [rank for rank in range(len(words) * _BITS) if mask >> rank & 1]
 
 
 class _Shrinking:
@@ -106,8 +119,7 @@ class _Shrinking:
             members = sorted([self._own, *present])
             arena, nonce = create_arena(len(members))
             group = self._group(members, arena)
-            mask = sum(1 << rank for rank in members)
-            parts = [mask >> shift & (1 << _BITS) - 1 for shift in range(0, self._old.world_size, _BITS)]
+            parts = words_of_ranks(members, self._old.world_size)
             for word, value in enumerate([os.getpid(), arena.descriptor, nonce, *parts], _PROCESS):
                 engine.write_board(word, value)
             engine.write_board(_DECIDED, _YES)
@@ -145,7 +157,7 @@ class _Shrinking:
     def _accept(self, leader: int, board: list[int]) -> None:
         """Map what the leader offers, and say so, once."""
         said = self._engine.board(self._own)[_MAPPED] & ~_UNABLE
-        members = self._members(board)
+        members = ranks_in_words(board[_MEMBERS:])
         if said == leader + 1 or self._own not in members:
             return
         try:
@@ -185,7 +197,3 @@ class _Shrinking:
             tuple(old.job_ranks[rank] for rank in members),
             old.calibration,
         )
-
-    def _members(self, board: list[int]) -> list[int]:
-        mask = sum(part << _BITS * index for index, part in enumerate(board[_MEMBERS:]))
-        return [rank for rank in range(self._old.world_size) if mask >> rank & 1]

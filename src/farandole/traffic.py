@@ -29,6 +29,7 @@ class Traffic:
         sizes: bytes.
         travels: whether it goes to another rank.
         reduces: whether it is added to something.
+        step: counted without gaps.
         sender, receiver: the cells, as indices of ``cells``.
         cells: step, counted without gaps, times the number of ranks, plus rank; in order.
 
@@ -42,9 +43,9 @@ class Traffic:
         self.src, src_slot, self.dst = (schedule.column(name).astype(np.int64) for name in ("src", "src_slot", "dst"))
         self.travels = self.src != self.dst
         self.reduces = schedule.column("reduce") == 1
-        self._step = _numbered(schedule.column("step"))
-        sending = self._step * self.num_ranks + self.src
-        receiving = self._step * self.num_ranks + self.dst
+        self.step = _numbered(schedule.column("step"))
+        sending = self.step * self.num_ranks + self.src
+        receiving = self.step * self.num_ranks + self.dst
         self.cells, index = np.unique(np.concatenate([sending, receiving]), return_inverse=True)
         self.sender, self.receiver = np.split(index, 2)
         self._message = sending * self.num_ranks + self.dst
@@ -73,7 +74,7 @@ class Traffic:
 
     def num_rounds(self, where: Booleans) -> int:
         """Steps in which there is such a transfer."""
-        return len(np.unique(self._step[where]))
+        return len(np.unique(self.step[where]))
 
     def per_rank(self, amounts: Integers) -> tuple[int, ...]:
         """The sums over all steps."""

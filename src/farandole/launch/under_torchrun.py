@@ -36,4 +36,4 @@ def join_at_agent(address: Address, rank: int, world_size: int, secret: bytes, t
         name = meeting_name(store, range(world_size), rank)
     except RuntimeError as error:
         raise RendezvousError(f"the store of torchrun's agent at {address[0]}:{address[1]} fails: {error}") from error
-    return join_at(StoreMeetingPlace(store, name, secret), rank, range(world_size), timeout_s)
+    return join_at(StoreMeetingPlace(store, name, secret), rank, range(world_size), timeout_s, secret)

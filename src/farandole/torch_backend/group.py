@@ -77,7 +77,8 @@ def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     if size == 1:
         membership = join_alone()
     else:
-        membership = join_at(place, options.group_rank, options.global_ranks_in_group or range(size), timeout_s)
+        job_ranks = options.global_ranks_in_group or range(size)
+        membership = join_at(place, options.group_rank, job_ranks, timeout_s, secret)
     return ProcessGroup(Communicator(membership, timeout_s=timeout_s), options.store, place, options.group_id)
 
 
