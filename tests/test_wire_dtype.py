@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import wire_reference
+from conftest import TIGHT
 from several_hosts import LIMIT_S
 from topologies import NAMED, random_topologies
 
@@ -176,6 +177,24 @@ def test_every_algorithm_at_every_size(text, wire_dtype):
                 expected = wire_reference.all_reduce(schedule, topology, inputs, op, round_chunk)
                 assert np.array_equal(outputs[0], expected[0]), (name, count)
                 check_bound(outputs[0], inputs, op, wire_dtype, roundings)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_in_channels_of_two_tiny_slots(wire_dtype, monkeypatch):
+    monkeypatch.setattr(*TIGHT)
+    topology, count = Topology.parse("2x2"), 1003
+    inputs = [numbers(rank, count) for rank in range(4)]
+    with farandole.local(4, timeout_s=LIMIT_S, hosts=topology) as world:
+        round_chunk = wire_reference.rounding(wire_dtype, 64)
+        for name in SOUND:
+            outputs = world.run(
+                lambda comm, name=name: comm.all_reduce(inputs[comm.rank].copy(), algorithm=name, wire_dtype=wire_dtype)
+            )
+            assert same_bits(outputs)
+            schedule = algorithms.build("all_reduce", name, 4, topology=topology)
+            assert np.array_equal(
+                outputs[0], wire_reference.all_reduce(schedule, topology, inputs, "sum", round_chunk)[0]
+            )
 
 
 def check_bound(output, inputs, op: str, wire_dtype: str, roundings: int) -> None:
