@@ -396,6 +396,7 @@ class _Arrival:
                 tuple(proof.host_name for proof in proofs),
                 tuple(tuple(card.addresses) for card in others),
                 secret,
+                token,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
             calibration = replace(calibration, wire=self._measured_wire(network))
