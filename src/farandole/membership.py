@@ -151,6 +151,7 @@ class Network:
         host_names: per rank.
         addresses: per rank, where its host can be reached.
         secret: of the job.
+        token: tells this group from any other; the same on all hosts.
         connections: per rank a connected socket, of this process; -1 for ranks of this host.
     """
 
@@ -158,6 +159,7 @@ class Network:
     host_names: tuple[str, ...]
     addresses: tuple[tuple[str, ...], ...]
     secret: bytes = field(repr=False)
+    token: str
     connections: list[int] = field(repr=False, compare=False)
 
     def hand_over_connections(self) -> list[int]:
@@ -209,6 +211,7 @@ class _Founding:
                 tuple(whole.host_names[rank] for rank in ranks),
                 tuple(whole.addresses[rank] for rank in ranks),
                 whole.secret,
+                token,
                 self._door.connect(token, ways, time.monotonic() + timeout_s, require_going),
             )
         return Membership(
@@ -257,7 +260,8 @@ def join_threads(topology: Topology) -> list[Membership]:
         secret, addresses = secrets.token_bytes(32), (("127.0.0.1",),) * topology.world_size
         names = tuple(f"host{host}" for host in topology.host_of)
         sockets = _connected_threads(topology)
-        networks = [Network(topology, names, addresses, secret, sockets[rank]) for rank in everyone]
+        token = secrets.token_hex(8)
+        networks = [Network(topology, names, addresses, secret, token, sockets[rank]) for rank in everyone]
     processes, calibration = (os.getpid(),) * topology.world_size, calibration_in_use()
     return [
         Membership(

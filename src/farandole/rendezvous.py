@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from farandole.addresses import is_loopback
 from farandole.calibration import Calibration, calibration_in_use
 from farandole.connections import RankDoor, Way
 from farandole.cost_model import Link
@@ -23,6 +24,7 @@ from farandole.errors import RendezvousError
 from farandole.hosts import HostProof, topology_from
 from farandole.membership import LONGEST_REASON, Membership, Network, create_arena, map_arena, words
 from farandole.store import StoreClient, StoreServer
+from farandole.topology import Topology
 from farandole.wire_probe import measure, wire_from
 
 __all__ = [
@@ -385,7 +387,6 @@ class _Arrival:
         network = None
         calibration = Calibration.from_fields(cards[0].calibration)
         if self._door is not None:
-            _warn_without_secret(identity)
             ways = [
                 None if rank in mates else Way(tuple(card.addresses), card.port) for rank, card in enumerate(others)
             ]
@@ -395,9 +396,12 @@ class _Arrival:
                 tuple(proof.host_name for proof in proofs),
                 tuple(tuple(card.addresses) for card in others),
                 secret,
+                token,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
             calibration = replace(calibration, wire=self._measured_wire(network))
+        if identity.rank == 0 and not identity.secret:
+            _warn_without_secret(identity.store[0], topology)
         cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))
         return Membership(
             identity.rank,
@@ -428,15 +432,17 @@ def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
     return len(set().union(*(cards[rank].cores for rank in ranks)))
 
 
-def _warn_without_secret(identity: Identity) -> None:
-    if identity.rank == 0 and not identity.secret:
-        warnings.warn(
-            "this job runs on several hosts without a secret: whoever can reach the place where its ranks meet can "
-            "take part in it. Give all ranks the same long random text in FARANDOLE_SECRET, or in a file (chmod 600) "
-            "that FARANDOLE_SECRET_FILE names.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_without_secret(store_host: str, topology: Topology) -> None:
+    if topology.is_one_host and (not store_host or is_loopback(store_host)):
+        return
+    where = f"and meets at {store_host}, which others can reach," if topology.is_one_host else "on several hosts"
+    warnings.warn(
+        f"this job runs {where} without a secret: whoever can reach the place where its ranks meet can take part in "
+        f"it. Give all ranks the same long random text in FARANDOLE_SECRET, or in a file (chmod 600) that "
+        f"FARANDOLE_SECRET_FILE names.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class _Card(NamedTuple):
