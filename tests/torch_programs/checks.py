@@ -1,7 +1,7 @@
 """What is built on torch.distributed, on the backend that the command line names; each check against one process.
 
-Usage: as a rank of a job, python checks.py BACKEND [NUM_HOSTS]. Rank 0 prints a JSON line per check: its name, and "" or
-what failed on any rank. With NUM_HOSTS, ranks are dealt out to so many hosts.
+Usage: as a rank of a job, python checks.py BACKEND [NUM_HOSTS]. Rank 0 prints a JSON line per check: its name, and ""
+or what failed on any rank. With NUM_HOSTS, ranks are dealt out to so many hosts.
 """
 
 from __future__ import annotations
