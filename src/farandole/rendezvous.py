@@ -45,6 +45,7 @@ _LONGEST_WAIT_S = 2e6
 
 _RETRY_S = 0.05
 _TELLING_S = 10.0
+_HEARING_S = 2.0
 
 _SERVED_MEETING = "meeting"
 """The key that says which meeting a store is for, if rank 0 serves it."""
@@ -267,6 +268,17 @@ class _Meeting:
         except RendezvousError:
             return None
 
+    def part_in_failure(self) -> None:
+        """Leave a meeting that has failed. Rank 0, if it serves the store, stays a moment, so that all who have come can
+        hear of it: its process may be about to end."""
+        with contextlib.suppress(RendezvousError):
+            self.set("left")
+            if self.identity.rank_0_serves and self.identity.rank == 0:
+                everyone = range(self.identity.world_size)
+                cards = self.store.get_all([f"{self.number}/rank/{rank}" for rank in everyone], 0)
+                present = [f"{self.number}/left/{rank}" for rank, card in enumerate(cards) if card is not None]
+                self.store.get_all(present, _HEARING_S)
+
     def part(self) -> None:
         """Leave a meeting that has succeeded. Rank 0, if it serves the store, or may do so, stays until all have: they
         must learn of it. If one takes too long, it has joined nevertheless."""
@@ -319,6 +331,8 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
                 _num_joins = meeting.number  # it goes on without this process
             raise
         meeting.give_up(error)
+        if isinstance(error, Exception):
+            meeting.part_in_failure()
         if membership is not None:
             membership.leave()
         raise
