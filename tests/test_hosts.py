@@ -392,11 +392,23 @@ def test_one_host_id_where_memory_is_not_shared_is_refused():
         topology_from([[0], [1]], proofs)
 
 
-def test_without_a_secret_rank_0_warns():
-    script = "import farandole\nwith farandole.init(timeout_s=60) as comm:\n    comm.barrier()\n"
-    (code, _, first), (other_code, _, second) = several_hosts.run(["a", "b"], script, FARANDOLE_SECRET="")
+SAYS_HELLO = """
+import farandole
+with farandole.init(timeout_s=60) as comm:
+    comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aa"])
+def test_without_a_secret_rank_0_warns_where_others_can_reach_the_ranks(hosts):
+    own = addresses.own_addresses({})[0]
+    place = {"FARANDOLE_SECRET": "", "MASTER_ADDR": own}
+    (code, _, first), (other_code, _, second) = several_hosts.run(hosts, SAYS_HELLO, **place)
     assert code == other_code == 0, first + second
-    assert "RuntimeWarning: this job runs on several hosts without a secret" in first
+    if hosts == "ab":
+        assert "RuntimeWarning: this job runs on several hosts without a secret" in first
+    elif not addresses.is_loopback(own):
+        assert f"RuntimeWarning: this job runs and meets at {own}, which others can reach, without" in first
     assert "RuntimeWarning" not in second
 
 

@@ -177,7 +177,7 @@ def test_other_users_are_not_answered(monkeypatch):
         with pytest.raises(ArgumentError, match="belongs to another user"):
             status.ask(os.getpid(), LIMIT_S)
         with status.socket.socket(status.socket.AF_UNIX) as client:  # and if it asks all the same
-            client.connect(f"\0farandole-status-{os.getpid()}")
+            client.connect(f"\0farandole-status-2-{os.getpid()}")
             assert client.recv(10) == b""
 
 
@@ -207,7 +207,7 @@ def test_whoever_connects_and_goes_does_no_harm():
     with farandole.local(1):
         for _ in range(300):
             with contextlib.closing(status.socket.socket(status.socket.AF_UNIX)) as client:
-                client.connect(f"\0farandole-status-{os.getpid()}")
+                client.connect(f"\0farandole-status-2-{os.getpid()}")
                 client.setblocking(False)
                 with contextlib.suppress(OSError):
                     client.send(b"x" * 100)

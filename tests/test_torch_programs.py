@@ -35,10 +35,11 @@ def run(*command, timeout_s: float = 200, **environment: str) -> subprocess.Comp
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, 1), (4, 1), (4, 2)], ids=["2 ranks", "4 ranks", "4 ranks on 2 hosts"])
 def outcomes(request) -> dict[str, str]:
-    """What each check found, on so many ranks."""
-    result = run(FARANDOLE, "run", "-n", request.param, CHECKS, "farandole")
+    """What each check found, on so many ranks and hosts."""
+    num_ranks, num_hosts = request.param
+    result = run(FARANDOLE, "run", "-n", num_ranks, CHECKS, "farandole", num_hosts)
     assert result.returncode == 0, result.stderr[-3000:]
     return dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
 

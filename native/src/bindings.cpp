@@ -70,7 +70,7 @@ std::shared_ptr<SettledCall> make_settled_call(std::shared_ptr<const Plan> plan,
                                                std::uint64_t what, std::uint64_t count,
                                                std::uint64_t scheduled_bytes_sent,
                                                std::uint64_t payload_bytes,
-                                               std::shared_ptr<Tally> tally) {
+                                               std::shared_ptr<Tally> tally, int wire_form) {
   auto call = std::make_shared<SettledCall>();
   if (op < 0 && plan->max_operands() > 1) {
     throw std::invalid_argument("this plan reduces, and the call names no op");
@@ -87,6 +87,14 @@ std::shared_ptr<SettledCall> make_settled_call(std::shared_ptr<const Plan> plan,
   call->scheduled_bytes_sent = scheduled_bytes_sent;
   call->payload_bytes = payload_bytes;
   call->tally = std::move(tally);
+  if (wire_form < 0 || wire_form >= num_wire_forms) {
+    throw std::invalid_argument("there is no such wire form");
+  }
+  if (wire_form != 0 && static_cast<DType>(dtype) != DType::float32) {
+    throw std::invalid_argument("only float32 has wire forms");
+  }
+  call->wire_form = static_cast<WireForm>(wire_form);
+  call->round = find_wire_kernels(call->wire_form).round;
   return call;
 }
 
@@ -355,7 +363,8 @@ NB_MODULE(_native, module) {
 
   nb::class_<SettledCall>(module, "SettledCall")
       .def(nb::new_(&make_settled_call), "plan"_a, "dtype"_a, "op"_a, "divisor"_a, "fingerprint"_a,
-           "what"_a, "count"_a, "scheduled_bytes_sent"_a, "payload_bytes"_a, "tally"_a);
+           "what"_a, "count"_a, "scheduled_bytes_sent"_a, "payload_bytes"_a, "tally"_a,
+           "wire_form"_a);
 
   nb::class_<Engine>(module, "Engine")
       .def(nb::new_([](std::shared_ptr<Arena> arena, std::uint32_t rank,

@@ -387,7 +387,7 @@ bool Engine::publish_segment(std::uint32_t index, std::size_t offset, std::size_
   Writer& end = writer(operation.channel);
   if (!end.has_room()) return false;
   const std::byte* whole = at(operation.place, call);
-  Label label{history_, operation.bytes};
+  Label label{history_, with_form(operation.bytes, call.settled->wire_form)};
   const Heap* heap = own_heap_.load(std::memory_order_acquire);
   if (heap != nullptr && done_[index] == 0 && operation.mapped &&
       operation.bytes >= tuning_.smallest_mapped_bytes && heap->contains(whole, operation.bytes)) {
@@ -416,8 +416,11 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
     }
     const Reader& end = reader(operand.channel);
     const Label label = end.label();
-    if (label.fingerprint != history_ || label.total_bytes != operation.bytes) {
-      if (label.fingerprint == history_) record_misfit(operand.peer, label.total_bytes, operation);
+    if (label.fingerprint != history_ ||
+        label.total_bytes != with_form(operation.bytes, call.settled->wire_form)) {
+      if (label.fingerprint == history_) {
+        record_misfit(operand.peer, label.total_bytes & kBytesOfLabel, operation);
+      }
       abort(Abort::mismatch, operand.peer);
       std::tie(receipt.status, receipt.subject) = aborted();
       return false;
@@ -436,6 +439,10 @@ bool Engine::combine_segment(const Plan::Operation& operation, std::size_t offse
     call.settled->combine(target, sources_.data(), operation.operands.size(),
                           bytes / call.settled->plan->element_bytes(),
                           operation.completes ? call.settled->divisor : 1);
+    // So that the bits here are those that other hosts get.
+    if (operation.completes && call.settled->round != nullptr) {
+      call.settled->round(target, bytes / sizeof(float));
+    }
   } else if (bytes != 0 && sources_[0] != target) {
     if (operation.streams) {
       copy_streaming(target, sources_[0], bytes);

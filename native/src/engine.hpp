@@ -29,6 +29,7 @@
 #include "plan.hpp"
 #include "relay.hpp"
 #include "tally.hpp"
+#include "wire_forms.hpp"
 
 namespace farandole {
 
@@ -37,8 +38,11 @@ struct SettledCall : std::enable_shared_from_this<SettledCall> {
   std::shared_ptr<const Plan> plan;
   CombineFunction combine = nullptr;  // null where nothing is reduced
   std::uint32_t divisor = 1;          // of completed sums
-  std::uint64_t fingerprint = 0;      // of everything that all ranks must agree on
-  std::uint64_t what = 0;             // this and count: see CallRecord
+  // In what form it travels between hosts, and what rounds completed sums to it; null if nothing.
+  WireForm wire_form = WireForm::as_is;
+  void (*round)(std::byte* floats, std::size_t count) = nullptr;
+  std::uint64_t fingerprint = 0;  // of everything that all ranks must agree on
+  std::uint64_t what = 0;         // this and count: see CallRecord
   std::uint64_t count = 0;
   std::uint64_t scheduled_bytes_sent = 0;
   std::uint64_t payload_bytes = 0;

@@ -1,4 +1,5 @@
-// Chooses between the kernels of kernels_impl.cpp, which is compiled once per instruction set.
+// Chooses between the kernels of kernels_impl.cpp and wire_forms_impl.cpp, which are compiled once
+// per instruction set.
 #include "kernels.hpp"
 
 #include <algorithm>
@@ -9,16 +10,20 @@ namespace farandole {
 // Each is defined where native/CMakeLists.txt compiles kernels for it.
 namespace baseline {
 CombineFunction find_combine(DType dtype, ReduceOp op);
-}
+WireKernels find_wire_kernels(WireForm form);
+}  // namespace baseline
 namespace neon {
 CombineFunction find_combine(DType dtype, ReduceOp op);
-}
+WireKernels find_wire_kernels(WireForm form);
+}  // namespace neon
 namespace avx2 {
 CombineFunction find_combine(DType dtype, ReduceOp op);
-}
+WireKernels find_wire_kernels(WireForm form);
+}  // namespace avx2
 namespace avx512 {
 CombineFunction find_combine(DType dtype, ReduceOp op);
-}
+WireKernels find_wire_kernels(WireForm form);
+}  // namespace avx512
 
 namespace {
 
@@ -26,6 +31,7 @@ struct Kernels {
   InstructionSet isa;
   bool is_available;
   CombineFunction (*find)(DType dtype, ReduceOp op);
+  WireKernels (*find_wire)(WireForm form);
 };
 
 // What native/CMakeLists.txt compiles for this architecture, the best first; the last runs on every
@@ -37,13 +43,16 @@ std::span<const Kernels> compiled_kernels() {
   static const bool has_avx512 =
       has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const Kernels compiled[] = {{InstructionSet::avx512, has_avx512, avx512::find_combine},
-                                     {InstructionSet::avx2, has_avx2, avx2::find_combine},
-                                     {InstructionSet::baseline, true, baseline::find_combine}};
+  static const Kernels compiled[] = {
+      {InstructionSet::avx512, has_avx512, avx512::find_combine, avx512::find_wire_kernels},
+      {InstructionSet::avx2, has_avx2, avx2::find_combine, avx2::find_wire_kernels},
+      {InstructionSet::baseline, true, baseline::find_combine, baseline::find_wire_kernels}};
 #elif defined(__aarch64__)
-  static const Kernels compiled[] = {{InstructionSet::neon, true, neon::find_combine}};
+  static const Kernels compiled[] = {
+      {InstructionSet::neon, true, neon::find_combine, neon::find_wire_kernels}};
 #else
-  static const Kernels compiled[] = {{InstructionSet::baseline, true, baseline::find_combine}};
+  static const Kernels compiled[] = {
+      {InstructionSet::baseline, true, baseline::find_combine, baseline::find_wire_kernels}};
 #endif
   return compiled;
 }
@@ -68,6 +77,14 @@ CombineFunction find_combine(DType dtype, ReduceOp op, InstructionSet isa) {
 
 CombineFunction find_combine(DType dtype, ReduceOp op) {
   return find_combine(dtype, op, best_instruction_set());
+}
+
+WireKernels find_wire_kernels(WireForm form, InstructionSet isa) {
+  return std::ranges::find(compiled_kernels(), isa, &Kernels::isa)->find_wire(form);
+}
+
+WireKernels find_wire_kernels(WireForm form) {
+  return find_wire_kernels(form, best_instruction_set());
 }
 
 std::string_view instruction_set() { return name_of(best_instruction_set()); }

@@ -22,6 +22,7 @@
 #include <string_view>
 
 #include "numbers.hpp"
+#include "wire_forms.hpp"
 
 namespace farandole {
 
@@ -37,7 +38,10 @@ using CombineFunction = void (*)(std::byte* dst, const std::byte* const* srcs, s
 // The kernel for the best instruction set of this machine; nullptr where is_supported is false.
 CombineFunction find_combine(DType dtype, ReduceOp op);
 
-// The instruction set that find_combine chooses: "avx512", "avx2", "neon" or "baseline". On 64-bit
+// What rounds numbers for other hosts, likewise. No kernels for WireForm::as_is.
+WireKernels find_wire_kernels(WireForm form);
+
+// The instruction set that both choose: "avx512", "avx2", "neon" or "baseline". On 64-bit
 // ARM, where every machine has NEON, it is "neon" and there is no other.
 std::string_view instruction_set();
 
@@ -52,5 +56,7 @@ bool is_available(InstructionSet isa);
 
 // As find_combine above, for one instruction set; nullptr also where is_available is false.
 CombineFunction find_combine(DType dtype, ReduceOp op, InstructionSet isa);
+// pre: is_available(isa)
+WireKernels find_wire_kernels(WireForm form, InstructionSet isa);
 
 }  // namespace farandole

@@ -17,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "kernels.hpp"
 #include "plan.hpp"
 #include "waiting.hpp"
 
@@ -38,7 +39,6 @@ constexpr std::chrono::seconds kLingering{5};
 constexpr int kLooksBeforeSleep = 3;
 
 constexpr std::uint32_t kBell = 0xffffffff;
-constexpr std::uint64_t kBytesOfLabel = (std::uint64_t{1} << 56) - 1;  // see postbox.cpp
 
 constexpr std::array<Traffic, 2> kTraffics{Traffic::collectives, Traffic::messages};
 
@@ -318,16 +318,7 @@ bool Relay::choose_frame(Peer& peer) {
              has_segment(peer.lanes[1 - peer.next_lane])) {
     const std::uint32_t which =
         has_segment(peer.lanes[peer.next_lane]) ? peer.next_lane : 1 - peer.next_lane;
-    Lane& lane = peer.lanes[which];
-    const Label& label = lane.outgoing.label();
-    const std::uint64_t total = label.total_bytes & kBytesOfLabel;
-    const std::size_t bytes =
-        std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.position);
-    frame.kind = static_cast<Kind>(which);
-    frame.bytes = static_cast<std::uint32_t>(bytes);
-    frame.label = {label.fingerprint, label.total_bytes, 0};
-    peer.source =
-        label.heap_position == 0 ? lane.outgoing.data(bytes) : heap_at_(label.heap_position - 1);
+    load_segment(peer, static_cast<Kind>(which), frame);
     peer.next_lane = 1 - which;
   } else if (2 * owed >= num_slots_) {
     frame.kind = Kind::credit;
@@ -343,6 +334,24 @@ bool Relay::choose_frame(Peer& peer) {
   return true;
 }
 
+// Makes a frame of the next segment of one kind, encoded if its label says so.
+void Relay::load_segment(Peer& peer, Kind kind, Frame& frame) {
+  const Lane& lane = peer.lanes[static_cast<std::size_t>(kind)];
+  const Label& label = lane.outgoing.label();
+  const std::uint64_t total = label.total_bytes & kBytesOfLabel;
+  const std::size_t bytes =
+      std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.position);
+  frame.kind = kind;
+  frame.label = {label.fingerprint, label.total_bytes, 0};
+  frame.bytes = static_cast<std::uint32_t>(encoded_bytes(frame.form(), bytes));
+  peer.source =
+      label.heap_position == 0 ? lane.outgoing.data(bytes) : heap_at_(label.heap_position - 1);
+  if (frame.form() == WireForm::as_is) return;
+  peer.encoding.resize(frame.bytes);
+  find_wire_kernels(frame.form()).encode(peer.encoding.data(), peer.source, bytes / sizeof(float));
+  peer.source = peer.encoding.data();
+}
+
 void Relay::finish_frame(Peer& peer) {
   const Frame frame = *std::exchange(peer.departing, std::nullopt);
   if (frame.kind == Kind::close) {
@@ -351,7 +360,7 @@ void Relay::finish_frame(Peer& peer) {
   }
   if (frame.kind != Kind::collectives && frame.kind != Kind::messages) return;
   Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
-  lane.position += frame.bytes;
+  lane.position += *decoded_bytes(frame.form(), frame.bytes);
   if (lane.position == (frame.label.total_bytes & kBytesOfLabel)) lane.position = 0;
   ++lane.in_flight;
   lane.outgoing.release();
@@ -431,12 +440,16 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
     case Kind::collectives:
     case Kind::messages: {
       Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
-      if (frame.bytes > slot_bytes_ || lane.kept.size() > num_slots_) return false;
-      if (lane.kept.empty() && lane.incoming.has_room()) {
+      const auto bytes = decoded_bytes(frame.form(), frame.bytes);
+      if (!bytes || *bytes > slot_bytes_ || lane.kept.size() > num_slots_) return false;
+      if (!lane.kept.empty() || !lane.incoming.has_room()) {
+        peer.unslotted.emplace(Kept{frame, std::vector<std::byte>(frame.bytes)});
+        peer.target = peer.unslotted->data.data();
+      } else if (frame.form() == WireForm::as_is) {
         peer.target = lane.incoming.place(frame.bytes);
       } else {
-        peer.unslotted.emplace(Kept{frame.label, std::vector<std::byte>(frame.bytes)});
-        peer.target = peer.unslotted->data.data();
+        peer.encoded.resize(frame.bytes);
+        peer.target = peer.encoded.data();
       }
       return true;
     }
@@ -469,7 +482,7 @@ void Relay::deliver(Peer& peer) {
       if (peer.unslotted) {
         lane.kept.push_back(*std::exchange(peer.unslotted, std::nullopt));
       } else {
-        lane.incoming.publish(peer.target, frame.bytes, frame.label);
+        publish(lane, frame, peer.target);
       }
       return;
     }
@@ -493,13 +506,24 @@ void Relay::deliver(Peer& peer) {
   }
 }
 
+// Publishes a segment that has come, which is decoded as it goes into its slot. pre: there is one
+void Relay::publish(Lane& lane, const Frame& frame, const std::byte* data) noexcept {
+  const std::size_t bytes = *decoded_bytes(frame.form(), frame.bytes);
+  if (frame.form() != WireForm::as_is) {
+    std::byte* place = lane.incoming.place(bytes);
+    find_wire_kernels(frame.form()).decode(place, data, bytes / sizeof(float));
+    data = place;
+  }
+  lane.incoming.publish(data, bytes, frame.label);
+}
+
 // Publishes what there was no slot for, as far as there is one now.
 bool Relay::place_kept(Peer& peer) {
   bool moved = false;
   for (Lane& lane : peer.lanes) {
     while (!lane.kept.empty() && lane.incoming.has_room()) {
       const Kept& kept = lane.kept.front();
-      lane.incoming.publish(kept.data.data(), kept.data.size(), kept.label);
+      publish(lane, kept.frame, kept.data.data());
       lane.kept.pop_front();
       moved = true;
     }

@@ -7,6 +7,10 @@
 // slot. So the engine and the postbox do not know where a rank is, and segments are added up as
 // they arrive. Shared channels do not leave a host; programs for several hosts have none.
 //
+// A segment whose label says so travels in a shorter form (wire_forms.hpp): it is encoded as it is
+// sent and decoded into its slot, and whatever says how large something is in memory stays as it
+// is.
+//
 // There is one connection for each two ranks on different hosts, which carries *frames*: a header
 // and what it says follows. A segment is sent only if the other relay has a slot for it: it says
 // how many its rank has taken (*credit*). So what one channel holds up is in no other's way. A
@@ -38,6 +42,7 @@
 #include "arena.hpp"
 #include "endpoint.hpp"
 #include "tally.hpp"
+#include "wire_forms.hpp"
 
 namespace farandole {
 
@@ -65,7 +70,8 @@ class Relay {
   bool has_heard_all() const noexcept;
   // Has the other hosts told soon of changed records.
   void tell() noexcept;
-  // Bytes of segments sent to other hosts and received from there; without headers.
+  // Bytes of segments sent to other hosts and received from there, in the form in which they
+  // travel; without headers.
   std::uint64_t bytes_sent() const noexcept { return bytes_sent_.load(std::memory_order_relaxed); }
   std::uint64_t bytes_received() const noexcept {
     return bytes_received_.load(std::memory_order_relaxed);
@@ -92,6 +98,11 @@ class Relay {
     std::array<std::uint32_t, 2> taken{};
     Label label;  // of a segment; in `abort`, its first word is what ArenaHeader::abort holds
     LastCall call;
+
+    // In which a segment travels.
+    WireForm form() const noexcept {
+      return kind == Kind::collectives ? form_of(label.total_bytes) : WireForm::as_is;
+    }
   };
 
   // The records of a rank, and by which clock they count.
@@ -103,9 +114,9 @@ class Relay {
     std::uint64_t is_last = 0;  // 1 if the sender has seen an abort
   };
 
-  // A segment that there is no slot for yet.
+  // A segment that there is no slot for yet, as it travels.
   struct Kept {
-    Label label;
+    Frame frame;
     std::vector<std::byte> data;
   };
   // One kind of traffic with one rank.
@@ -130,12 +141,14 @@ class Relay {
     std::optional<Frame> arriving;
     std::byte* target = nullptr;  // of what follows it
     std::size_t arrived = 0;
-    std::optional<Kept> unslotted;  // if that is where it goes
+    std::optional<Kept> unslotted;   // if that is where it goes
+    std::vector<std::byte> encoded;  // or here, if it has another form in its slot
     Records records;
 
     bool writable = true;
     std::optional<Frame> departing;
     const std::byte* source = nullptr;  // of what follows it
+    std::vector<std::byte> encoding;    // which lies here if it has another form in memory
     std::size_t departed = 0;           // header included
     Records sent;                       // last
     bool owes_records = false;
@@ -150,12 +163,14 @@ class Relay {
   bool pass();
   bool send_to(Peer& peer);
   bool choose_frame(Peer& peer);
+  void load_segment(Peer& peer, Kind kind, Frame& frame);
   void finish_frame(Peer& peer);
   bool receive_from(Peer& peer);
   bool fill(Peer& peer, std::byte* target, std::size_t bytes);
   bool accept_frame(Peer& peer, const Frame& frame);
   bool is_abort(std::uint64_t packed) const noexcept;
   void deliver(Peer& peer);
+  static void publish(Lane& lane, const Frame& frame, const std::byte* data) noexcept;
   bool place_kept(Peer& peer);
   void lose(Peer& peer) noexcept;
   void bury(Peer& peer) noexcept;

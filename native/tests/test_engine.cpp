@@ -2,7 +2,10 @@
 // ring and for a one-step exchange, written out by hand, on sizes that are uneven, empty, and cut
 // into many segments.
 
+#include <sys/socket.h>
+
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -235,6 +238,83 @@ void test_mapped_all_reduce(std::uint32_t n, std::int64_t count, bool all) {
     heap->free(reinterpret_cast<std::byte*>(memory));
   });
   testing::check_equal(wrong.load(), std::size_t{0});
+}
+
+// Sockets between all of n ranks, each on a host of its own: per rank, those to the others.
+std::vector<std::vector<int>> connect_all(std::uint32_t n) {
+  std::vector<std::vector<int>> connections(n, std::vector<int>(n, -1));
+  for (std::uint32_t one = 0; one < n; ++one) {
+    for (std::uint32_t other = one + 1; other < n; ++other) {
+      int ends[2];
+      testing::check_equal(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+      connections[one][other] = ends[0];
+      connections[other][one] = ends[1];
+    }
+  }
+  return connections;
+}
+
+// float32 on hosts of one rank each, a ring of them: the bits are the same on all, sums that every
+// form can hold arrive unchanged, others nearly, and what travels is as short as it should be.
+void test_wire_forms(WireForm form, std::int64_t count, bool is_registered) {
+  constexpr std::uint32_t n = 3;
+  const auto size = static_cast<std::size_t>(count);
+  auto connections = connect_all(n);
+  std::vector<std::vector<float>> sums(n);
+  std::atomic<std::uint64_t> sent{0};
+  std::atomic<std::size_t> wrong{0};
+  std::vector<std::thread> threads;
+  for (std::uint32_t rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      const Geometry geometry{n, 2, 16 * 1024, 7};
+      Engine engine(Arena::create(geometry), rank, {}, Tuning{5, 5, 2}, connections[rank]);
+      const auto plan = bind_plan(ring_all_reduce(static_cast<std::int32_t>(rank), n),
+                                  split(count, n), rank, geometry);
+      const auto heap = engine.heap();
+      std::byte* memory = heap->allocate(4 * size + 1);
+      std::vector<float> own(size);
+      float* data = is_registered ? reinterpret_cast<float*>(memory) : own.data();
+      SettledCall settled;
+      settled.plan = plan;
+      settled.combine = find_combine(DType::float32, ReduceOp::sum);
+      settled.fingerprint = 42;
+      settled.wire_form = form;
+      settled.round = find_wire_kernels(form).round;
+      Call call;
+      call.settled = std::make_shared<SettledCall>(settled);
+      call.input = reinterpret_cast<const std::byte*>(data);
+      call.output = reinterpret_cast<std::byte*>(data);
+      for (const float unit : {1.0F, 0.3F}) {
+        for (std::size_t i = 0; i < size; ++i) {
+          data[i] = unit * static_cast<float>(static_cast<int>(i * (rank + 1) % 80) - 40);
+        }
+        wrong += engine.run(call, {}).status != Abort::none;
+        for (std::size_t i = 0; i < size; ++i) {
+          const auto sum =
+              static_cast<float>(static_cast<int>(i % 80 + 2 * i % 80 + 3 * i % 80) - 120);
+          wrong += std::fabs(data[i] - unit * sum) > (unit == 1.0F ? 0.0F : 2.0F);
+        }
+        sums[rank].insert(sums[rank].end(), data, data + size);
+      }
+      engine.close();  // which sends what is left
+      sent += engine.relay()->bytes_sent();
+      heap->free(memory);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  testing::check_equal(wrong.load(), std::size_t{0});
+  for (std::uint32_t rank = 1; rank < n; ++rank) {
+    testing::check(sums[rank] == sums[0], "all ranks have the same bits");
+  }
+  std::uint64_t expected = 0;
+  for (const std::int64_t chunk : split(count, n)) {
+    const auto whole = static_cast<std::size_t>(4 * chunk);
+    const std::size_t segment = segment_bytes(whole, 16 * 1024);
+    for (std::size_t first = 0; first < whole; first += segment) {
+      expected += encoded_bytes(form, std::min(segment, whole - first));
+    }
+  }
+  testing::check_equal(sent.load(), 2 * 2 * (n - 1) * expected);
 }
 
 // A publication that travels mapped is over only when its reader has taken it: not before, or the
@@ -505,6 +585,11 @@ int main() {
   }
   for (const std::uint32_t n : {2U, 3U, 5U}) {
     for (const bool all : {false, true}) test_mapped_all_reduce(n, 50'021, all);
+  }
+  for (const WireForm form : {WireForm::as_is, WireForm::bfloat16, WireForm::int8}) {
+    for (const std::int64_t count : {0, 1, 3, 25, 5000, 50'021}) {
+      for (const bool is_registered : {false, true}) test_wire_forms(form, count, is_registered);
+    }
   }
   test_a_mapped_reader_that_is_gone();
   test_heap();

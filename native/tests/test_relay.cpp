@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -171,6 +172,41 @@ void test_who_leaves_waits_for_nobody() {
   check_equal(world.arenas[1]->rank(0).closed.load(), 1U);
 }
 
+// What travels in another form arrives as it was in memory, with the label that it had; also what
+// there was no slot for when it came.
+void test_another_form_on_the_wire(WireForm form) {
+  World world;
+  constexpr std::size_t kCount = kGeometry.slot_bytes / sizeof(float);
+  constexpr std::uint64_t kPublished = 2 * kGeometry.num_slots;
+  const std::uint64_t total = with_form(kGeometry.slot_bytes, form);
+  const auto number = [](std::uint64_t segment, std::size_t i) {  // which all forms can hold
+    return std::ldexp(static_cast<float>(i) - 16.0F, static_cast<int>(segment));
+  };
+  Writer writer = world.writer(0, Traffic::collectives);
+  for (std::uint64_t segment = 0; segment < kPublished; ++segment) {
+    std::array<float, kCount> data{};
+    for (std::size_t i = 0; i < kCount; ++i) data[i] = number(segment, i);
+    while (!writer.has_room()) std::this_thread::yield();
+    writer.publish(reinterpret_cast<const std::byte*>(data.data()), sizeof(data),
+                   {segment, total, 0});
+  }
+  world.relays[0]->close();  // which sends what there is no room for
+  Reader reader = world.reader(1, Traffic::collectives);
+  std::size_t num_wrong = 0;
+  for (std::uint64_t segment = 0; segment < kPublished; ++segment) {
+    while (!reader.has_data()) std::this_thread::yield();
+    num_wrong += reader.label().fingerprint != segment || reader.label().total_bytes != total;
+    std::array<float, kCount> data{};
+    std::memcpy(data.data(), reader.data(sizeof(data)), sizeof(data));
+    for (std::size_t i = 0; i < kCount; ++i) num_wrong += data[i] != number(segment, i);
+    reader.release();
+  }
+  check_equal(num_wrong, std::size_t{0});
+  check_equal(world.relays[0]->bytes_sent(),
+              kPublished * encoded_bytes(form, kGeometry.slot_bytes));
+  check_equal(world.relays[1]->bytes_received(), world.relays[0]->bytes_sent());
+}
+
 void test_records_and_aborts_are_told() {
   World world;
   CallRecord& call = world.arenas[0]->rank(0).call;
@@ -238,7 +274,8 @@ std::vector<std::byte> sound_bytes() {
     Writer writer(*arena, 1, 0, Traffic::collectives, &relay.bell());
     std::array<std::byte, 100> data{};
     for (std::uint64_t number = 0; number < 3; ++number) {
-      writer.publish(data.data(), data.size(), {number, data.size(), 0});
+      const auto form = static_cast<WireForm>(number);
+      writer.publish(data.data(), data.size(), {number, with_form(data.size(), form), 0});
     }
     while (writer.taken() != 3) std::this_thread::yield();
     std::thread closing([&] { relay.close(); });
@@ -266,6 +303,9 @@ int main() {
   for (unsigned seed = 0; seed < 5; ++seed) test_both_ways_and_kinds_at_once(seed);
   test_what_is_mapped_is_sent_from_where_it_lies();
   test_who_leaves_waits_for_nobody();
+  for (const WireForm form : {WireForm::as_is, WireForm::bfloat16, WireForm::int8}) {
+    test_another_form_on_the_wire(form);
+  }
   test_records_and_aborts_are_told();
   const std::vector<std::byte> sound = sound_bytes();
   for (unsigned seed = 0; seed < 10'000; ++seed) test_junk(seed, sound);

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from farandole import algorithms
 from farandole.collectives import COLLECTIVES
-from farandole.dtypes import DTYPES, REDUCE_OPS, DType
+from farandole.dtypes import DTYPES, REDUCE_OPS, WIRE_FORMS, DType
 from farandole.schedule import Schedule
 
 __all__ = ["CALLS", "CallRecord", "MessageRecord", "describe_call", "pack_call"]
@@ -20,6 +20,7 @@ _ANY_SOURCE = 2**32 - 1
 
 _DTYPES_BY_CODE = {dtype.code: name for name, dtype in DTYPES.items()}
 _OPS_BY_CODE = {code: name for name, code in REDUCE_OPS.items()}
+_WIRE_DTYPES_BY_CODE = {code: name for name, code in WIRE_FORMS.items()}
 _NO_OP = 255
 _CUSTOM = 255
 _RANK_ARGUMENTS = {
@@ -151,12 +152,14 @@ def pack_call(
     op_code: int,
     algorithm: str | Schedule | Callable[[int], Schedule] | None,
     rank: int,
+    wire_dtype: str | None,
 ) -> int:
     """A call in 64 bits, lowest first: 8 for its place in `CALLS`, counted from 1, 8 for the dtype, 8 for the op, 8 for
-    the algorithm if one was named, and the root."""
+    the algorithm if one was named, 8 for the root, and 8 for the wire_dtype."""
     op = _NO_OP if op_code < 0 else op_code
     named = algorithms.names(call).index(algorithm) + 1 if isinstance(algorithm, str) else _CUSTOM
-    return CALLS.index(call) + 1 | dtype.code << 8 | op << 16 | (named if algorithm else 0) << 24 | rank << 32
+    code = CALLS.index(call) + 1 | dtype.code << 8 | op << 16 | (named if algorithm else 0) << 24
+    return code | rank << 32 | WIRE_FORMS[wire_dtype] << 40
 
 
 def describe_call(what: int, count: int) -> str:
@@ -164,7 +167,7 @@ def describe_call(what: int, count: int) -> str:
     name = _name(what)
     if name in ("barrier", "split"):
         return f"{name}()"
-    op, algorithm, rank = (what >> shift & 0xFF for shift in (16, 24, 32))
+    op, algorithm, rank, wire_form = (what >> shift & 0xFF for shift in (16, 24, 32, 40))
     arguments = [f"{count} x {_dtype(what).name}"]
     if op != _NO_OP:
         arguments.append(_OPS_BY_CODE[op])
@@ -174,6 +177,8 @@ def describe_call(what: int, count: int) -> str:
         arguments.append("algorithm=a schedule of the caller's own")
     elif algorithm:
         arguments.append(f"algorithm={algorithms.names(name)[algorithm - 1]!r}")
+    if wire_form:
+        arguments.append(f"wire_dtype={_WIRE_DTYPES_BY_CODE[wire_form]!r}")
     return f"{name}({', '.join(arguments)})"
 
 

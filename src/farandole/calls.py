@@ -19,7 +19,7 @@ import farandole._native as _native
 from farandole import algorithms, selector
 from farandole.calibration import Calibration
 from farandole.call_records import pack_call
-from farandole.dtypes import REDUCE_OPS, DType
+from farandole.dtypes import REDUCE_OPS, WIRE_FORMS, DType
 from farandole.errors import ArgumentError
 from farandole.lowering import lower
 from farandole.plans import bind, sent_elements
@@ -49,6 +49,7 @@ class Signature(NamedTuple):
         algorithm: None to let `farandole.selector` choose.
         root: source or destination rank, where there is one.
         caller: what the user called, where it is not the collective's own name.
+        wire_dtype: what is rounded to between hosts; None if nothing is.
     """
 
     collective: str
@@ -59,6 +60,7 @@ class Signature(NamedTuple):
     algorithm: Algorithm | None = None
     root: int = 0
     caller: str = ""
+    wire_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,9 @@ class CallTable:
         schedule = self._schedule(signature, payload_bytes)
         proof = prove(schedule, shared=self.topology.is_one_host)
         program = proof.programs[self.rank]
+        rounds = signature.wire_dtype is not None and not self.topology.is_one_host
+        if rounds and not proof.interpretation.completes_once:
+            raise _completes_twice(signature, schedule)
         if signature.collective == "all_to_all":
             _require_even_if_passed_on(proof.programs, 2 * schedule.num_chunks, signature)
         plan = bind(
@@ -185,6 +190,7 @@ class CallTable:
             scheduled_bytes_sent=sent * signature.dtype.itemsize,
             payload_bytes=payload_bytes,
             tally=self.tallies.setdefault((signature.collective, schedule.name), _native.Tally()),
+            wire_form=WIRE_FORMS[signature.wire_dtype] if rounds else 0,
         )
         return Call(signature, native, record)
 
@@ -199,7 +205,7 @@ class CallTable:
         call = signature.caller or signature.collective
         own_part = signature.collective in ("all_gather", "gather", "scatter")
         count = signature.counts[self.rank] if own_part else sum(signature.counts)
-        what = pack_call(call, signature.dtype, op_code, signature.algorithm, signature.root)
+        what = pack_call(call, signature.dtype, op_code, signature.algorithm, signature.root, signature.wire_dtype)
         return what, count
 
     def _schedule(self, signature: Signature, payload_bytes: int) -> Schedule:
@@ -208,8 +214,15 @@ class CallTable:
         if algorithm is None and arriving is not None and len({*signature.counts, *arriving}) > 1:
             algorithm = "direct"  # which takes any counts; each rank sees other sizes, and might choose another
         if algorithm is None:
-            dtype = signature.dtype.name
-            algorithm = selector.choose(collective, world_size, payload_bytes, self.calibration, dtype, self.topology)
+            algorithm = selector.choose(
+                collective,
+                world_size,
+                payload_bytes,
+                self.calibration,
+                signature.dtype.name,
+                self.topology,
+                signature.wire_dtype,
+            )
         if isinstance(algorithm, str):
             _require_known(collective, algorithm)
             return selector.named_schedule(collective, algorithm, world_size, signature.root, self.topology)
@@ -241,6 +254,15 @@ def _require_known(collective: str, name: str) -> None:
         is_path = ".py" in name
         remedy = "import that function and pass it itself" if is_path else f"known are {', '.join(known)}"
         raise ArgumentError(f"algorithm is {name!r}, which is no algorithm for {collective}; {remedy}")
+
+
+def _completes_twice(signature: Signature, schedule: Schedule) -> ArgumentError:
+    possible = [n for n in algorithms.names(signature.collective) if n not in algorithms.COMPLETES_ON_SEVERAL]
+    return ArgumentError(
+        f"wire_dtype is {signature.wire_dtype!r}, and with algorithm {schedule.name!r} several ranks complete one sum, "
+        f"each from other numbers than the rest, as some were rounded on their way; use one of {', '.join(possible)}, "
+        f"or name none"
+    )
 
 
 def _require_even_if_passed_on(programs: Sequence[Program], first_size: int, signature: Signature) -> None:
@@ -276,5 +298,6 @@ def _fingerprint(signature: Signature, schedule: Schedule) -> int:
         signature.op,
         counts,
         signature.caller,
+        signature.wire_dtype,
     ]
     return int.from_bytes(hashlib.blake2b(json.dumps(agreed).encode(), digest_size=8).digest(), "little")

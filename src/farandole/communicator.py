@@ -23,7 +23,7 @@ from farandole.buffers import Buffer, empty_like, read_buffer, write_buffer
 from farandole.call_records import CALLS
 from farandole.calls import Algorithm, CollectiveStats, Signature
 from farandole.collectives import is_reducing
-from farandole.dtypes import DTYPES, require_reducible
+from farandole.dtypes import DTYPES, require_reducible, require_wire_dtype
 from farandole.errors import ArgumentError, CommunicationError
 from farandole.flight_record import FlightEntry
 from farandole.membership import Membership
@@ -76,17 +76,31 @@ class Communicator:
         *,
         out: Any = None,
         algorithm: Algorithm | None = None,
+        wire_dtype: str | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Every rank ends with the reduction of all ranks' ``tensor``, the same bits on all.
+
+        With ``wire_dtype``, float32 is rounded where it goes to another host, so that fewer bytes travel, and each
+        result once where it is complete; everything is added up in float32. Each time a number changes by at most
+
+        - 1/256 of itself as "bfloat16", which takes half the bytes;
+        - 1/127 of the largest magnitude in its block as "int8", which takes 257/1024 of them: 256 numbers share a
+          scale, a power of two. A block with a NaN or an infinity becomes NaN, all of it.
+
+        How far sums can be off in all, and what becomes of very large and small numbers, is in docs/numbers.md. Where
+        all ranks share one host, nothing is rounded.
 
         Args:
             tensor: any shape, the same number of elements on all ranks; overwritten unless ``out`` is given.
             op: "sum", "avg", "prod", "min", "max", "band", "bor" or "bxor".
             out: where the result goes; same number of elements and dtype as ``tensor``.
             algorithm: a name (see ``farandole.algorithms.names("all_reduce")``), a `Schedule`, or a function from the
-                world size to one; None lets farandole choose.
+                world size to one; None lets farandole choose. With ``wire_dtype``, between hosts, one that completes
+                each sum on one rank.
+            wire_dtype: what float32 is rounded to between hosts, "bfloat16" or "int8"; the same on all ranks. None:
+                numbers travel as they are.
             timeout: seconds; None takes the communicator's.
             async_op: return a `Work` at once and run in the background.
 
@@ -100,16 +114,19 @@ class Communicator:
         """
         timeout_s = self.timeout_s if timeout is None else timeout
         result = tensor if out is None else out
-        at_once = not async_op and not self._in_flight
+        repeats = wire_dtype is None
+        at_once = repeats and not async_op and not self._in_flight
         if at_once and self._repeat(_ALL_REDUCE, tensor, result, op, 0, algorithm, timeout_s):
             return result
         with self._refusals["all_reduce"]:
             source, target = self._in_and_out(tensor, out)
             _require_same_count("out", target, source.count)
-            signature = self._signature("all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm)
-            return self._runner.run(
-                signature, source, target, timeout_s, async_op, repeat=(_ALL_REDUCE, tensor, result, op, 0, algorithm)
+            require_wire_dtype(wire_dtype, source.dtype)
+            signature = self._signature(
+                "all_reduce", source, op=op, counts=(source.count,), algorithm=algorithm, wire_dtype=wire_dtype
             )
+            repeat = (_ALL_REDUCE, tensor, result, op, 0, algorithm) if repeats else None
+            return self._runner.run(signature, source, target, timeout_s, async_op, repeat=repeat)
 
     def reduce_scatter(
         self,
@@ -626,22 +643,25 @@ class Communicator:
         rows: list[list[int]] = everyones.tolist()
         return rows
 
-    def explain(self, collective: str, nbytes: int, dtype: str = "float32") -> Explanation:
+    def explain(
+        self, collective: str, nbytes: int, dtype: str = "float32", wire_dtype: str | None = None
+    ) -> Explanation:
         """Which algorithm a call without ``algorithm`` uses, what each would cost, and why. Not a collective.
 
         Args:
             collective: its name, as of the method.
             nbytes: bytes of the whole buffer, S; for all_gather, of the gathered result.
             dtype: of the elements, by name; 16-bit floats are reduced by those algorithms alone that round sums once.
+            wire_dtype: as in `all_reduce`, which alone has one.
 
         Returns:
             An `Explanation`; printed, a table.
 
         Raises:
-            ArgumentError: there is no such collective, size or dtype.
+            ArgumentError: there is no such collective, size, dtype or wire_dtype.
         """
-        membership = self._membership
-        return explain(collective, self.world_size, nbytes, membership.calibration, dtype, membership.topology)
+        calibration, topology = self._membership.calibration, self._membership.topology
+        return explain(collective, self.world_size, nbytes, calibration, dtype, topology, wire_dtype)
 
     def stats(self) -> list[CollectiveStats]:
         """What this rank did so far, per collective and algorithm."""
@@ -649,7 +669,8 @@ class Communicator:
 
     def wire_bytes(self) -> tuple[int, int]:
         """Bytes of data that this rank has sent to ranks of other hosts, and received from them, in collectives and
-        messages; what is around them (80 bytes for each segment, TCP and IP) is not counted."""
+        messages, in the form in which they travel (see ``wire_dtype`` of `all_reduce`); what is around them (80 bytes
+        for each segment, TCP and IP) is not counted."""
         return self._runner.wire_bytes()
 
     def flight_record(self) -> list[FlightEntry]:

@@ -5,12 +5,21 @@ What each pair means is stated in docs/numbers.md and at the top of native/src/k
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import farandole._native as _native
 from farandole.errors import ArgumentError, UnsupportedReductionError
 
-__all__ = ["DTYPES", "REDUCE_OPS", "DType", "dtype_named", "require_reducible"]
+__all__ = [
+    "DTYPES",
+    "REDUCE_OPS",
+    "WIRE_FORMS",
+    "DType",
+    "dtype_named",
+    "encoded_bytes",
+    "require_reducible",
+    "require_wire_dtype",
+]
 
 
 class DType(NamedTuple):
@@ -46,6 +55,13 @@ REDUCE_OPS = {name: code for code, name in enumerate(("sum", "avg", "prod", "min
 """name -> number in the engine."""
 
 
+WIRE_FORMS = {None: 0, "bfloat16": 1, "int8": 2}
+"""wire_dtype -> number in the engine of the form in which float32 travels between hosts, see
+native/src/wire_forms.hpp."""
+
+_WIRE_BLOCK = 256
+
+
 def dtype_named(name: str) -> DType:
     """The DType called ``name``.
 
@@ -74,3 +90,29 @@ def require_reducible(dtype: DType, op: str | None) -> int:
             f"{op} has no meaning for {dtype.name}; {dtype.name} can be reduced with {', '.join(possible)}"
         )
     return code
+
+
+def require_wire_dtype(wire_dtype: Any, dtype: DType) -> None:
+    """See to it that ``dtype`` can travel as ``wire_dtype``.
+
+    Raises:
+        ArgumentError: there is no such wire_dtype, or it is not for this dtype.
+    """
+    if wire_dtype is None:
+        return
+    known = " and ".join(name for name in WIRE_FORMS if name)
+    if not isinstance(wire_dtype, str) or wire_dtype not in WIRE_FORMS:
+        raise ArgumentError(f"wire_dtype is {wire_dtype!r}; known are {known}, and None to send numbers as they are")
+    if dtype.name != "float32":
+        raise ArgumentError(
+            f"wire_dtype is {wire_dtype!r}, but tensor has dtype {dtype.name}; only float32 is rounded for the wire: "
+            f"give float32, or no wire_dtype"
+        )
+
+
+def encoded_bytes(wire_dtype: str | None, nbytes: int) -> int:
+    """Bytes on the wire of ``nbytes`` bytes of float32 that travel as ``wire_dtype``, in whole blocks."""
+    if wire_dtype is None:
+        return nbytes
+    count = nbytes // 4
+    return 2 * count if wire_dtype == "bfloat16" else count + -(-count // _WIRE_BLOCK)

@@ -152,6 +152,7 @@ class Network:
         addresses: per rank, where its host can be reached.
         secret: of the job.
         transport: what connects hosts.
+        token: tells this group from any other; the same on all hosts.
         connections: per rank a connected socket, of this process; -1 for ranks of this host.
     """
 
@@ -160,6 +161,7 @@ class Network:
     addresses: tuple[tuple[str, ...], ...]
     secret: bytes = field(repr=False)
     transport: Transport
+    token: str
     connections: list[int] = field(repr=False, compare=False)
 
     def hand_over_connections(self) -> list[int]:
@@ -213,6 +215,7 @@ class _Founding:
                 tuple(whole.addresses[rank] for rank in ranks),
                 whole.secret,
                 whole.transport,
+                token,
                 self._door.connect(token, ways, time.monotonic() + timeout_s, require_going),
             )
         return Membership(
@@ -261,7 +264,8 @@ def join_threads(topology: Topology) -> list[Membership]:
         secret, addresses = secrets.token_bytes(32), (("127.0.0.1",),) * topology.world_size
         names = tuple(f"host{host}" for host in topology.host_of)
         sockets = _connected_threads(topology)
-        networks = [Network(topology, names, addresses, secret, Tcp(), sockets[rank]) for rank in everyone]
+        token = secrets.token_hex(8)
+        networks = [Network(topology, names, addresses, secret, Tcp(), token, sockets[rank]) for rank in everyone]
     processes, calibration = (os.getpid(),) * topology.world_size, calibration_in_use()
     return [
         Membership(

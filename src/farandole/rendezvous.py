@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from farandole.addresses import is_loopback
 from farandole.calibration import Calibration, calibration_in_use
 from farandole.connections import Connector, Tcp, Transport, Way
 from farandole.cost_model import Link
@@ -23,6 +24,7 @@ from farandole.errors import RendezvousError
 from farandole.hosts import HostProof, topology_from
 from farandole.membership import LONGEST_REASON, Membership, Network, create_arena, map_arena, words
 from farandole.store import StoreClient, StoreServer
+from farandole.topology import Topology
 from farandole.wire_probe import measure, wire_from
 
 __all__ = [
@@ -43,6 +45,7 @@ _LONGEST_WAIT_S = 2e6
 
 _RETRY_S = 0.05
 _TELLING_S = 10.0
+_HEARING_S = 2.0
 
 _SERVED_MEETING = "meeting"
 """The key that says which meeting a store is for, if rank 0 serves it."""
@@ -278,6 +281,17 @@ class _Meeting:
         except RendezvousError:
             return None
 
+    def part_in_failure(self) -> None:
+        """Leave a meeting that has failed. Rank 0, if it serves the store, stays a moment, so that all who have come can
+        hear of it: its process may be about to end."""
+        with contextlib.suppress(RendezvousError):
+            self.set("left")
+            if self.identity.rank_0_serves and self.identity.rank == 0:
+                everyone = range(self.identity.world_size)
+                cards = self.store.get_all([f"{self.number}/rank/{rank}" for rank in everyone], 0)
+                present = [f"{self.number}/left/{rank}" for rank, card in enumerate(cards) if card is not None]
+                self.store.get_all(present, _HEARING_S)
+
     def part(self) -> None:
         """Leave a meeting that has succeeded. Rank 0, if it serves the store, or may do so, stays until all have: they
         must learn of it. If one takes too long, it has joined nevertheless."""
@@ -330,6 +344,8 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
                 _num_joins = meeting.number  # it goes on without this process
             raise
         meeting.give_up(error)
+        if isinstance(error, Exception):
+            meeting.part_in_failure()
         if membership is not None:
             membership.leave()
         raise
@@ -401,7 +417,6 @@ class _Arrival:
         network = None
         calibration = Calibration.from_fields(cards[0].calibration)
         if self._door is not None:
-            _warn_without_secret(identity)
             ways = [
                 None if rank in mates else Way(tuple(card.addresses), card.port) for rank, card in enumerate(others)
             ]
@@ -412,9 +427,12 @@ class _Arrival:
                 tuple(tuple(card.addresses) for card in others),
                 secret,
                 identity.transport,
+                token,
                 self._door.connect(token, ways, meeting.limit, meeting.require_going),
             )
             calibration = replace(calibration, wire=self._measured_wire(network))
+        if identity.rank == 0 and not identity.secret:
+            _warn_without_secret(identity.store[0], topology)
         cores = min(_cores_of(topology.ranks_on(host), cards) for host in range(topology.num_hosts))
         return Membership(
             identity.rank,
@@ -453,15 +471,17 @@ def _require_one_transport(names: Sequence[str]) -> None:
         )
 
 
-def _warn_without_secret(identity: Identity) -> None:
-    if identity.rank == 0 and not identity.secret:
-        warnings.warn(
-            "this job runs on several hosts without a secret: whoever can reach the place where its ranks meet can "
-            "take part in it. Give all ranks the same long random text in FARANDOLE_SECRET, or in a file (chmod 600) "
-            "that FARANDOLE_SECRET_FILE names.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _warn_without_secret(store_host: str, topology: Topology) -> None:
+    if topology.is_one_host and (not store_host or is_loopback(store_host)):
+        return
+    where = f"and meets at {store_host}, which others can reach," if topology.is_one_host else "on several hosts"
+    warnings.warn(
+        f"this job runs {where} without a secret: whoever can reach the place where its ranks meet can take part in "
+        f"it. Give all ranks the same long random text in FARANDOLE_SECRET, or in a file (chmod 600) that "
+        f"FARANDOLE_SECRET_FILE names.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class _Card(NamedTuple):

@@ -121,7 +121,7 @@ class Runner:
         self._job_ranks = membership.job_ranks
         self._processes = membership.processes
         self._host_names = () if membership.network is None else membership.network.host_names
-        self._identity = f"{membership.arena.nonce:x}"
+        self._identity = f"{membership.arena.nonce:x}" if membership.network is None else membership.network.token
         self._is_on_this_host = membership.is_on_this_host
         self._engine = membership.make_engine(
             spins=spins,
@@ -307,6 +307,7 @@ class Runner:
                     "job_rank": self._job_ranks[rank],
                     "process": self._processes[rank],
                     "host": self._host_names[rank] if self._host_names else None,
+                    "is_here": self._is_on_this_host(rank),
                     "collectives": record.sequence,
                     "call": record.describe() if record.what else None,
                     "is_in_it": is_within,

@@ -2,7 +2,8 @@
 
 All algorithms of the collective are priced on the links that the ranks have between them (`farandole.calibration`);
 those that know hosts only where there are several, and several ranks on one. 16-bit floats are reduced by those alone
-that fold all contributions at once, and so round once. Of those within `TOLERANCE` of the fastest, which the model
+that fold all contributions at once, and so round once; numbers that are rounded between hosts, by those that complete a
+sum on one rank. Of those within `TOLERANCE` of the fastest, which the model
 cannot tell apart, one that sends and adds up the fewest bytes is chosen, give or take as much; of several such one of
 the fewest steps, and then the last in `farandole.algorithms.ALGORITHMS`.
 
@@ -20,8 +21,8 @@ import numpy as np
 from farandole import algorithms
 from farandole.calibration import Calibration
 from farandole.collectives import is_reducing
-from farandole.cost_model import price
-from farandole.dtypes import dtype_named
+from farandole.cost_model import Link, price
+from farandole.dtypes import dtype_named, encoded_bytes, require_wire_dtype
 from farandole.errors import ArgumentError
 from farandole.schedule import Schedule
 from farandole.topology import Topology
@@ -102,13 +103,14 @@ def choose(
     calibration: Calibration,
     dtype: str = "float32",
     topology: Topology | None = None,
+    wire_dtype: str | None = None,
 ) -> str:
     """The name of the algorithm for ``nbytes`` bytes of the whole buffer.
 
     Raises:
         ArgumentError: there is no such collective.
     """
-    return explain(collective, world_size, nbytes, calibration, dtype, topology).chosen
+    return explain(collective, world_size, nbytes, calibration, dtype, topology, wire_dtype).chosen
 
 
 def explain(
@@ -118,6 +120,7 @@ def explain(
     calibration: Calibration,
     dtype: str = "float32",
     topology: Topology | None = None,
+    wire_dtype: str | None = None,
 ) -> Explanation:
     """The candidates with what they would cost, the choice, and why.
 
@@ -130,9 +133,10 @@ def explain(
         calibration: what communication costs here.
         dtype: of the elements. 16-bit floats are reduced by the algorithms alone that round sums once.
         topology: which ranks share a host; None if all do.
+        wire_dtype: see `farandole.Communicator.all_reduce`.
 
     Raises:
-        ArgumentError: no such collective or dtype, a number out of range, or a topology of other ranks.
+        ArgumentError: no such collective or dtype or wire_dtype, a number out of range, or a topology of other ranks.
     """
     if collective not in algorithms.ALGORITHMS:
         raise ArgumentError(f"there is no collective {collective!r}; known are {', '.join(algorithms.ALGORITHMS)}")
@@ -143,24 +147,37 @@ def explain(
     topology = topology or Topology.one_host(world_size)
     if topology.world_size != world_size:
         raise ArgumentError(f"the topology {topology} has {topology.world_size} ranks, but world_size is {world_size}")
+    require_wire_dtype(wire_dtype, dtype_named(dtype))
+    if wire_dtype is not None and collective != "all_reduce":
+        raise ArgumentError(f"wire_dtype is {wire_dtype!r}, which is for all_reduce alone, and not for {collective}")
     nbytes = int(nbytes)
     rounds_once = dtype_named(dtype).name in _ROUNDED and is_reducing(collective) and collective != "barrier"
     unit = 1 << max(0, nbytes.bit_length() - 3)
-    explanation = _explain(collective, topology, -(-nbytes // unit) * unit, calibration, rounds_once)
+    nbytes_about = -(-nbytes // unit) * unit
+    wire_dtype = None if topology.is_one_host else wire_dtype
+    explanation = _explain(collective, topology, nbytes_about, calibration, rounds_once, wire_dtype)
     return replace(explanation, nbytes=nbytes)
 
 
 @lru_cache(maxsize=4096)
 def _explain(
-    collective: str, topology: Topology, nbytes: int, calibration: Calibration, rounds_once: bool
+    collective: str,
+    topology: Topology,
+    nbytes: int,
+    calibration: Calibration,
+    rounds_once: bool,
+    wire_dtype: str | None,
 ) -> Explanation:
     world_size = topology.world_size
+    wire = _as_if_wider(calibration.wire, wire_dtype)
     link = calibration.link(topology.most_ranks_on_a_host, nbytes)
     candidates = []
     names = [name for name in _names(collective, topology) if not rounds_once or name in algorithms.ROUND_ONCE]
+    if wire_dtype is not None:
+        names = [name for name in names if name not in algorithms.COMPLETES_ON_SEVERAL]
     for name in names:
         schedule = named_schedule(collective, name, world_size, topology=topology)
-        cost = price(schedule, nbytes, link, topology=topology, wire=calibration.wire)
+        cost = price(schedule, nbytes, link, topology=topology, wire=wire)
         candidates.append(Candidate(name, cost.seconds, cost.rounds, cost.max_bytes_sent, cost.max_bytes_reduced))
     candidates.sort(key=lambda candidate: candidate.seconds)
     fastest = candidates[0]
@@ -181,6 +198,8 @@ def _explain(
         reason = f"predicted within {TOLERANCE:.0%} of {others}, and none of these does {TOLERANCE:.0%} less"
     if rounds_once:
         reason += ", of those that round sums of 16-bit floats once"
+    if wire_dtype is not None:
+        reason += ", of those that complete a sum on one rank"
     return Explanation(
         collective,
         world_size,
@@ -197,6 +216,12 @@ def _names(collective: str, topology: Topology) -> list[str]:
     """The algorithms that there is a choice of: those that know hosts add nothing where a host is all, or a rank."""
     knows_hosts = 1 < topology.num_hosts < topology.world_size
     return [name for name in algorithms.names(collective) if knows_hosts or name not in algorithms.HIERARCHICAL]
+
+
+def _as_if_wider(wire: Link, wire_dtype: str | None) -> Link:
+    """The wire as it is for float32 that travels as ``wire_dtype``: in less time, as there are fewer bytes."""
+    share = encoded_bytes(wire_dtype, 4096) / 4096
+    return replace(wire, bandwidth_bytes_per_s=wire.bandwidth_bytes_per_s / share)
 
 
 def _work(candidate: Candidate) -> int:

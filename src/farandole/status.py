@@ -30,7 +30,8 @@ from farandole.runner import open_runners
 
 __all__ = ["ask", "processes_that_answer", "serve_status"]
 
-_NAME = "farandole-status-"
+_NAME = "farandole-status-2-"
+"""With the number of the form of the answers: processes of other versions of farandole are not asked."""
 _CREDENTIALS = struct.Struct("3i")
 _OWN_CODE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARY = {Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("stdlib")) / "concurrent" / "futures"}

@@ -133,6 +133,13 @@ class Interpretation:
         return (1 << self.schedule.world_size) - 1
 
     @cached_property
+    def completes_once(self) -> bool:
+        """Whether each whole sum is made in one place, and all others have copies: so that all ranks hold the same
+        bits even if what crosses to another host is rounded on its way."""
+        completed = [self.values.chunk[a.value] for a in self.assignments if a.completes]
+        return len(completed) == len(set(completed))
+
+    @cached_property
     def promised(self) -> dict[tuple[int, int], tuple[int, int]]:
         """(rank, slot) -> chunk and ``ranks`` mask of the value that the slot must hold at the end."""
         masks: dict[tuple[int, ...], int] = {}  # many slots have the same contributors

@@ -1,13 +1,14 @@
 """What is built on torch.distributed, on the backend that the command line names; each check against one process.
 
-Usage: as a rank of a job, python checks.py BACKEND. Rank 0 prints a JSON line per check: its name, and "" or what
-failed on any rank.
+Usage: as a rank of a job, python checks.py BACKEND [NUM_HOSTS]. Rank 0 prints a JSON line per check: its name, and ""
+or what failed on any rank. With NUM_HOSTS, ranks are dealt out to so many hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -690,6 +691,8 @@ def the_monitored_barrier_that_torch_keeps_for_another_backend_says_so() -> None
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    if len(sys.argv) > 2:
+        os.environ["FARANDOLE_HOST_ID"] = str(int(os.environ["RANK"]) % int(sys.argv[2]))
     dist.init_process_group(sys.argv[1])
     for name, function in CHECKS.items():
         problem = ""

@@ -29,6 +29,7 @@ from farandole.topology import Topology
 
 __all__ = [
     "ALGORITHMS",
+    "COMPLETES_ON_SEVERAL",
     "HIERARCHICAL",
     "IDENTITIES",
     "ROOTED",
@@ -129,6 +130,10 @@ HIERARCHICAL = frozenset(
 ROUND_ONCE = frozenset({"direct", "one_shot"})
 """The algorithms that fold all contributions to an element at once, whatever the number of ranks: sums of 16-bit floats
 are rounded once, and no partial sum overflows."""
+
+COMPLETES_ON_SEVERAL = frozenset({"recursive_doubling", "one_shot", "hierarchical_doubling", "hierarchical_one_shot"})
+"""The all-reduces in which several ranks complete one and the same sum, each for itself: what is rounded on its way to
+some of them would not be the same on all."""
 
 
 def build(collective: str, name: str, world_size: int, root: int = 0, topology: Topology | None = None) -> Schedule:

@@ -47,7 +47,7 @@ def status(
     groups = _merged(answer for answer in answers.values() if answer is not None)
     for group in groups:
         for rank in group["ranks"]:
-            answer = answers.get(rank["process"])
+            answer = answers.get(rank["process"]) if rank["is_here"] else None
             rank["answers"] = answer is not None
             rank["lines"] = _lines(answer)
     if process is not None:
@@ -93,7 +93,7 @@ def _ask_all(processes: Iterable[int], timeout_s: float, wanted: int | None) -> 
             answers |= zip(wave, threads.map(ask_one, wave), strict=True)
             told = [answer for answer in answers.values() if answer is not None]
             ranks = [rank for answer in told for group in answer["communicators"] for rank in group["ranks"]]
-            waiting = {rank["process"] for rank in ranks if not rank["is_gone"]} - answers.keys()
+            waiting = {rank["process"] for rank in ranks if rank["is_here"] and not rank["is_gone"]} - answers.keys()
     return answers
 
 
@@ -108,7 +108,9 @@ def _merged(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for answer in answers:
         for communicator in answer["communicators"]:
-            groups.setdefault(communicator["identity"], communicator)
+            group = groups.setdefault(communicator["identity"], communicator)
+            for rank, seen in zip(group["ranks"], communicator["ranks"], strict=True):
+                rank["is_here"] |= seen["is_here"]
     return sorted(groups.values(), key=lambda group: (-group["world_size"], group["identity"]))
 
 
@@ -127,12 +129,14 @@ def _table(group: dict[str, Any]) -> Table:
     if group["stopped"]:
         title += f"; stopped: {group['stopped']}"
     table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("rank", "process", "collectives", "doing", "for s", "at"):
+    hosts = ["host"] if any(rank["host"] for rank in group["ranks"]) else []
+    for name in ("rank", *hosts, "process", "collectives", "doing", "for s", "at"):
         table.add_column(name, justify="right" if name in ("rank", "process", "collectives", "for s") else "left")
     for rank in group["ranks"]:
         seconds = "" if rank["seconds"] is None else f"{rank['seconds']:.1f}"
-        place = "\n".join(rank["lines"]) if rank["answers"] else "(does not answer)"
-        cells = (str(rank["rank"]), str(rank["process"]), str(rank["collectives"]))
+        silence = "(does not answer)" if rank["is_here"] else "(ask on its host)"
+        place = "\n".join(rank["lines"]) if rank["answers"] else silence
+        cells = [str(rank[name]) for name in ("rank", *hosts, "process", "collectives")]
         table.add_row(*cells, Text(_doing(rank, group["ranks"])), seconds, Text(place))
     return table
 

@@ -18,7 +18,6 @@ FARANDOLE_TRANSPORT says how data travel between hosts: "tcp", or "mpi" in a job
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import zlib
@@ -147,7 +146,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
     secret = secret_from(environment)
     if "FARANDOLE_RENDEZVOUS" in environment:
         store = _address(environment["FARANDOLE_RENDEZVOUS"], "FARANDOLE_RENDEZVOUS")
-        return join(Identity(rank, world_size, _guarded(store, secret), False, secret, transport), timeout_s)
+        return join(Identity(rank, world_size, store, False, secret, transport), timeout_s)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _master(environment)
         return join_at_agent(store, rank, world_size, secret, timeout_s)
@@ -162,7 +161,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
             "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with farandole run, torchrun, mpirun or srun, "
             "or set MASTER_ADDR and MASTER_PORT"
         )
-    return join(Identity(rank, world_size, _guarded(store, secret), True, secret, transport), timeout_s)
+    return join(Identity(rank, world_size, store, True, secret, transport), timeout_s)
 
 
 def _master(environment: Mapping[str, str]) -> Address:
@@ -183,16 +182,6 @@ def _slurm_address(environment: Mapping[str, str]) -> Address:
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group()), port  # of what is in brackets, the first
 
 
-def _guarded(store: Address, secret: bytes) -> Address:
-    """``store``, which must ask for a secret where others can reach it."""
-    if not secret and not _is_loopback(store[0]):
-        raise RendezvousError(
-            f"the ranks meet at {store[0]}, which others can reach, and neither FARANDOLE_SECRET nor "
-            f"FARANDOLE_SECRET_FILE is set; give all ranks the same long random text in one of them"
-        )
-    return store
-
-
 def _number(environment: Mapping[str, str], name: str, together: str) -> int:
     text = environment.get(name)
     try:
@@ -206,12 +195,3 @@ def _address(text: str, name: str) -> Address:
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise RendezvousError(f"{name} is {port!r}; it must give a port in 1..65535")
     return host.strip("[]"), int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
