@@ -164,6 +164,10 @@ class Network:
     token: str
     connections: list[int] = field(repr=False, compare=False)
 
+    def __del__(self) -> None:
+        for connection in self.connections:  # of a group that was not made after all
+            os.close(connection)
+
     def hand_over_connections(self) -> list[int]:
         """The connections, which from now on are the caller's to close."""
         handed = self.connections.copy()

@@ -282,8 +282,8 @@ class _Meeting:
             return None
 
     def part_in_failure(self) -> None:
-        """Leave a meeting that has failed. Rank 0, if it serves the store, stays a moment, so that all who have come can
-        hear of it: its process may be about to end."""
+        """Leave a meeting that has failed. Rank 0, if it serves the store, stays a moment, so that all who have come
+        can hear of it: its process may be about to end."""
         with contextlib.suppress(RendezvousError):
             self.set("left")
             if self.identity.rank_0_serves and self.identity.rank == 0:
@@ -325,8 +325,9 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
     identity = meeting.identity
     membership = None
     is_stray = False
-    try:
-        with contextlib.closing(_Arrival(meeting)) as arrival:
+    with contextlib.ExitStack() as stack:
+        try:
+            arrival = stack.enter_context(contextlib.closing(_Arrival(meeting)))
             card = arrival.card()
             standing = meeting.set("rank", card)
             if standing != card:
@@ -338,17 +339,17 @@ def _meet(meeting: _Meeting, job_ranks: Sequence[int] | None = None) -> Membersh
             membership = arrival.join(job_ranks or range(identity.world_size))
             meeting.agree()
             meeting.part()
-    except BaseException as error:
-        if is_stray:
-            if meeting.counted:
-                _num_joins = meeting.number  # it goes on without this process
+        except BaseException as error:
+            if is_stray:
+                if meeting.counted:
+                    _num_joins = meeting.number  # it goes on without this process
+                raise
+            meeting.give_up(error)  # before the others no longer find what this rank shows them
+            if isinstance(error, Exception):
+                meeting.part_in_failure()
+            if membership is not None:
+                membership.leave()
             raise
-        meeting.give_up(error)
-        if isinstance(error, Exception):
-            meeting.part_in_failure()
-        if membership is not None:
-            membership.leave()
-        raise
     membership.arena.close_descriptor()
     return membership
 
@@ -397,6 +398,7 @@ class _Arrival:
             raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
         proofs = [HostProof(*card.proof) for card in cards]
         mates = [rank for rank, proof in enumerate(proofs) if self._proof.is_shared_with(proof)]
+        meeting.require_going()  # a rank that has given up shows nothing any more
         arena = None
         offer: list[int] = []
         if mates[0] == identity.rank:
