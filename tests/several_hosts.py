@@ -33,7 +33,7 @@ class Job:
             if rank.poll() is None:
                 rank.kill()
             rank.wait()
-            for stream in (rank.stdout, rank.stderr):
+            for stream in (rank.stdin, rank.stdout, rank.stderr):
                 stream.close()
 
 
@@ -62,7 +62,13 @@ def start(hosts: Sequence[str], script: str, *arguments: str, **environment: str
         command = [sys.executable, "-u", "-c", script, *arguments]
         ranks.append(
             subprocess.Popen(
-                command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+                command,
+                env=own,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=Path.cwd(),
             )
         )
     return Job(ranks)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -25,9 +27,12 @@ from farandole import (
     RendezvousError,
     addresses,
 )
+from farandole.communicator import Communicator
 from farandole.connections import RankDoor
 from farandole.hosts import HostProof, topology_from
+from farandole.membership import join_threads
 from farandole.topology import Topology
+from farandole.wire_probe import measure
 
 TOPOLOGIES = ["1x2", "2x1", "2x2", "0,1,0,1", "1+2", "2+1+1", "0,1,2,0,1"]
 
@@ -142,6 +147,43 @@ def test_all_messages_that_were_sent_before_leaving_arrive():
     timer.start()
     assert world.run(body) == [None, True, True]
     world.close()
+
+
+def test_what_is_sent_after_a_long_silence_arrives_though_its_sender_leaves_at_once():
+    with farandole.local(2, timeout_s=LIMIT_S, hosts="1+1") as world:
+        world.run(lambda comm: comm.barrier())
+        time.sleep(5.5)  # longer than who leaves waits for a host that takes nothing
+        world[0].send(np.arange(8.0), 1)
+        world[0].close()
+        assert np.array_equal(world[1].recv(np.zeros(8), 0), np.arange(8.0))
+
+
+def test_messages_that_nobody_takes_hide_no_rank_that_has_left():
+    """There are more than there are slots."""
+    with farandole.local(2, timeout_s=LIMIT_S, hosts="1+1") as world:
+        works = [world[0].send(np.arange(2.0) + number, 1, async_op=True) for number in range(16)]
+        for work in works:
+            work.wait()
+        world[0].close()
+        with pytest.raises(PeerLostError, match=r"rank 0 \(on host host0\) closed its communicator"):
+            world[1].all_reduce(np.ones(1))
+        assert world[1].is_lost(0)
+
+
+@pytest.mark.parametrize("hosts", ["1x2", "2x1"])
+def test_ranks_that_leave_together_after_different_numbers_of_calls_are_told(hosts):
+    """Which had to wait for nobody in those."""
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            comm.broadcast(np.ones(3), 0)
+        comm.close()
+
+    for _ in range(10):
+        world = farandole.local(2, timeout_s=LIMIT_S, hosts=hosts)
+        errors = on_all(world, body)
+        assert any(isinstance(error, CollectiveMismatchError) for error in errors), errors
 
 
 @pytest.mark.parametrize("text", ["2x2", "0,1,0,1", "0,1,2,0,1"])
@@ -357,6 +399,45 @@ def test_a_child_of_a_lost_rank_does_not_keep_its_connections_open():
         job.end()
 
 
+FORKS_TWICE = """
+import os, farandole
+comm = farandole.init(timeout_s=60)
+comm.barrier()
+if os.fork() == 0:
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]  # with numbers that are free now
+    if os.fork() == 0:
+        for one in kept:
+            os.fstat(one)
+        print("kept", flush=True)
+        os._exit(0)
+    os.wait()
+    os._exit(0)
+os.wait()
+comm.barrier()
+"""
+
+
+def test_a_grandchild_closes_nothing_of_its_parent():
+    for code, out, err in several_hosts.run(["a", "b"], FORKS_TWICE):
+        assert (code, out) == (0, "kept\n"), err
+
+
+def test_a_group_that_cannot_be_watched_leaves_no_connection(monkeypatch):
+    """As there are no descriptors left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first, second = join_threads(Topology((0, 1)))
+    first_free = os.dup(0)
+    os.close(first_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+        with pytest.raises(RendezvousError, match="ulimit -n"):
+            first.make_engine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with Communicator(second, timeout_s=LIMIT_S) as comm, pytest.raises(PeerLostError, match="rank 0"):
+        comm.barrier()
+
+
 # -- who shares a host -------------------------------------------------------------------------------------------------
 
 
@@ -541,3 +622,36 @@ with farandole.init(timeout_s=60) as comm:
     for code, out, err in several_hosts.run(["a", "b"], script):
         assert code == 0, err
         assert out == "[]\n"
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_the_wire_is_measured_through_small_buffers_and_nothing_is_left_on_it(num_hosts):
+    pairs = [socket.socketpair() for _ in range(num_hosts if num_hosts > 2 else 1)]
+    for end in itertools.chain(*pairs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    ends = [(pairs[host][0], pairs[host - 1][1]) for host in range(num_hosts)] if num_hosts > 2 else []
+    ends = ends or [(pairs[0][0], pairs[0][0]), (pairs[0][1], pairs[0][1])]
+    figures = [None] * num_hosts
+
+    def run(host):
+        following, preceding = (end.fileno() for end in ends[host])
+        figures[host] = measure(following, preceding, time.monotonic() + LIMIT_S)
+
+    threads = [threading.Thread(target=run, args=(host,)) for host in range(num_hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert all(len(both) == 2 and min(both) > 0 for both in figures)
+    for end in itertools.chain(*pairs):
+        with pytest.raises(BlockingIOError):
+            end.recv(1, socket.MSG_DONTWAIT)
+    for end in itertools.chain(*pairs):
+        end.close()
+
+
+def test_a_wire_whose_other_end_is_gone_fails_the_measure():
+    one, other = socket.socketpair()
+    other.close()
+    with one, pytest.raises(RendezvousError, match="the wire between two hosts could not be measured"):
+        measure(one.fileno(), one.fileno(), time.monotonic() + LIMIT_S)

@@ -37,7 +37,7 @@ WAIT_S = 60  # for what happens at once; only a failure takes so long
 def card(process: int, world_size: int, proof: HostProof | None = None) -> str:
     """What a rank says of itself."""
     proof = proof or HostProof(process, 0, "", "", "elsewhere")
-    return json.dumps(rendezvous._Card(process, world_size, [*proof], [0], None, "")._asdict())
+    return json.dumps(rendezvous._Card(rendezvous._version(), process, world_size, [*proof], [0], None, "")._asdict())
 
 
 def come_as_rank_1(server: StoreServer, process: int) -> None:
@@ -163,6 +163,14 @@ def test_keys_are_waited_for_together_unless_something_else_happens(server, clie
     setter.join()
     server.set("b", "2")
     assert client.get_all(["a", "b"], 1e6, unless=["stop"]) == ["1", "2"]
+
+
+def test_what_all_ranks_of_a_large_job_say_is_got_at_once(server, client):
+    """256 ranks with 256 cores each."""
+    words = {f"rank/{rank}": json.dumps([*range(256), rank]) for rank in range(256)}
+    for key, word in words.items():
+        server.set(key, word)
+    assert client.get_all([*words], 0) == [*words.values()]
 
 
 def test_closing_the_store_disconnects_who_waits(server, client):

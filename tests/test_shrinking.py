@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -418,6 +419,46 @@ def test_training_on_several_hosts_survives_two_ranks(hosts):
     for rank, index in ((0, 0), (3, 1)):
         assert f"rank {index} of 2 that are left: largest difference" in done[rank][1]
         assert "ended while others needed it" in done[rank][1]
+
+
+COMES_LATE = """
+import os, signal, sys, time
+import numpy as np, farandole
+late = int(sys.argv[1])
+comm = farandole.init(timeout_s=60)
+rank, everyone = comm.rank, range(comm.world_size)
+comm.barrier()
+if rank == late:
+    for other in set(everyone) - {rank}:
+        comm.recv(np.zeros(1), other)
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    comm.send(np.zeros(1), late)
+try:
+    comm.all_reduce(np.ones(3), timeout=0.5)
+except farandole.CollectiveTimeoutError as error:
+    try:
+        with comm.shrink(timeout=1) as smaller:
+            print(smaller.world_size, smaller.all_reduce(np.array([rank]))[0], flush=True)
+            if rank != late:
+                sys.stdin.readline()  # they work on
+    except farandole.CommunicatorClosedError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("hosts", "late"), [("aab", 2), ("abc", 0), ("abc", 2), ("aba", 1)])
+def test_a_rank_that_comes_too_late_is_told_so_across_hosts(hosts, late):
+    job = several_hosts.start(hosts, COMES_LATE, str(late))
+    try:
+        others = [rank for rank in range(3) if rank != late]
+        for rank in others:
+            assert job.ranks[rank].stdout.readline() == f"2 {sum(others)}\n"
+        job.ranks[late].send_signal(signal.SIGCONT)
+        text = job.ranks[late].stdout.readline()
+        assert f"the others have gone on without rank {late}, which called shrink() too late" in text
+    finally:
+        job.end()
 
 
 DIES_AGAIN = """

@@ -154,6 +154,9 @@ struct alignas(kCacheLine) RankState {
   // 1 once this rank has closed. Written by this rank alone, release; what it published before is
   // then visible.
   std::atomic<std::uint32_t> closed{0};
+  // Of a rank of another host, the version of what is mirrored here (see relay.hpp). Written by the
+  // relays of this host, relaxed.
+  std::atomic<std::uint64_t> mirrored{0};
   HeapCard heap;
   alignas(kCacheLine) CallRecord call;
   alignas(kCacheLine) MessageRecord message;

@@ -419,7 +419,7 @@ NB_MODULE(_native, module) {
       .def(
           "is_gone",
           [](const Engine& engine, std::uint32_t rank) {
-            return engine.is_gone(checked_rank(engine, rank));
+            return engine.has_ended(checked_rank(engine, rank));
           },
           "rank"_a)
       .def("has_heard_all",

@@ -73,10 +73,15 @@ Engine::Engine(std::shared_ptr<Arena> arena, std::uint32_t rank,
   process_descriptors_.resize(world_size_, kThisProcess);
   connections.resize(world_size_, -1);
   if (std::any_of(connections.begin(), connections.end(), [](int socket) { return socket >= 0; })) {
-    relay_ = std::make_unique<Relay>(
-        arena_, rank_, std::move(connections), [this](std::uint64_t position) {
-          return own_heap_.load(std::memory_order_acquire)->at(position);
-        });
+    try {
+      relay_ = std::make_unique<Relay>(
+          arena_, rank_, std::move(connections), [this](std::uint64_t position) {
+            return own_heap_.load(std::memory_order_acquire)->at(position);
+          });
+    } catch (...) {
+      close_process_descriptors();
+      throw;
+    }
   }
 }
 
@@ -86,6 +91,10 @@ Engine::~Engine() {
     static_cast<void>(background_.release());
     static_cast<void>(relay_.release());
   }
+  close_process_descriptors();
+}
+
+void Engine::close_process_descriptors() noexcept {
   for (const int descriptor : process_descriptors_) {
     if (descriptor >= 0) ::close(descriptor);
   }
@@ -206,7 +215,10 @@ void Engine::finish_close() noexcept {
   if (aborted().first == Abort::none) check_agreement(true);
   arena_->rank(rank_).closed.store(1, std::memory_order_release);
   ring_all(*arena_);
-  if (relay_) relay_->close();
+  if (!relay_) return;
+  relay_->close();
+  // By now this rank knows the last call of all that have closed, too.
+  if (aborted().first == Abort::none) check_agreement(true);
 }
 
 bool Engine::is_forked() const noexcept { return num_forks() != forks_; }
@@ -465,7 +477,7 @@ const std::byte* Engine::mapped_at(std::uint32_t peer, std::uint64_t position, s
     // A process that ends closes its files before it is seen to have ended.
     pollfd descriptor{process_descriptors_[peer], POLLIN, 0};
     poll(&descriptor, 1, 1000);
-    if (is_gone(peer)) {
+    if (is_gone(peer, Traffic::collectives)) {
       abort(Abort::peer_lost, peer);
     } else {
       abort(Abort::unmapped, rank_);
@@ -577,7 +589,8 @@ void Engine::check_agreement(bool closing) noexcept {
 // Aborts if a rank that `end` waits for will never come; with `whole`, for it to take all.
 void Engine::check_readers(const Writer& end, bool whole) {
   for (const std::uint32_t peer : end.readers()) {
-    if (end.waits_for(peer, whole) && is_gone(peer) && end.waits_for(peer, whole)) {
+    if (end.waits_for(peer, whole) && is_gone(peer, Traffic::collectives) &&
+        end.waits_for(peer, whole)) {
       abort(Abort::peer_lost, peer);
     }
   }
@@ -603,15 +616,19 @@ void Engine::check_peers(const Call& call) {
     for (const Plan::Operand& operand : operation.operands) {
       if (operand.channel == Plan::kLocalOperand || reader(operand.channel).has_data()) continue;
       // What it published before it went may have become visible since: look once more.
-      if (is_gone(operand.peer) && !reader(operand.channel).has_data()) {
+      if (is_gone(operand.peer, Traffic::collectives) && !reader(operand.channel).has_data()) {
         abort(Abort::peer_lost, operand.peer);
       }
     }
   }
 }
 
-bool Engine::is_gone(std::uint32_t peer) const noexcept {
-  if (relay_ && relay_->serves(peer)) return relay_->is_gone(peer);
+bool Engine::is_gone(std::uint32_t peer, Traffic traffic) const noexcept {
+  return relay_ && relay_->serves(peer) ? relay_->is_gone(peer, traffic) : has_ended(peer);
+}
+
+bool Engine::has_ended(std::uint32_t peer) const noexcept {
+  if (relay_ && relay_->serves(peer)) return relay_->has_ended(peer);
   if (arena_->rank(peer).closed.load(std::memory_order_acquire) != 0) return true;
   if (process_descriptors_[peer] < 0) return process_descriptors_[peer] == kEnded;
   pollfd descriptor{process_descriptors_[peer], POLLIN, 0};

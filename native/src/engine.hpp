@@ -153,7 +153,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Abort::none while the communicator is in order; with the rank it is about.
   std::pair<Abort, std::uint32_t> aborted() const noexcept;
   // Whether `peer` has closed, or its process has ended: it will publish nothing more.
-  bool is_gone(std::uint32_t peer) const noexcept;
+  // From another host, of that kind of traffic.
+  bool is_gone(std::uint32_t peer, Traffic traffic) const noexcept;
+  // The same, though not all that it published need have been taken.
+  bool has_ended(std::uint32_t peer) const noexcept;
   // Whether this process was forked from the one that made this engine: then nothing here works.
   bool is_forked() const noexcept;
   // The last kFlights collectives, in no order; those of number 0 are none.
@@ -196,6 +199,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void record_misfit(std::uint32_t peer, std::uint64_t bytes,
                      const Plan::Operation& operation) noexcept;
   void finish_close() noexcept;
+  void close_process_descriptors() noexcept;
   void serve();
   Writer& writer(std::uint32_t channel);
   Reader& reader(std::uint32_t channel);

@@ -501,7 +501,7 @@ void Postbox::check_peers() noexcept {
     const bool sends = !to.queue.empty() && to.writer.waits_for(peer);
     const bool receives = from.target != nullptr || from.num_receives != 0;
     if (!sends && !receives && has_source) continue;
-    if (!engine_->is_gone(peer)) {
+    if (!engine_->is_gone(peer, Traffic::messages)) {
       has_source = true;
       continue;
     }

@@ -34,6 +34,8 @@ constexpr std::chrono::milliseconds kBetweenRecords{100};
 
 // How long a relay that closes waits for a host that takes nothing.
 constexpr std::chrono::seconds kLingering{5};
+// After an abort there is nothing that it must have.
+constexpr std::chrono::milliseconds kLingeringAfterAbort{300};
 
 // How often the thread lets others of its core run, looking for more, before it sleeps.
 constexpr int kLooksBeforeSleep = 3;
@@ -64,6 +66,7 @@ class OpenSockets {
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] {
                      for (const int socket : instance().sockets_) ::close(socket);
+                     instance().sockets_.clear();  // the numbers are free for others
                      instance().mutex_.unlock();
                    });
   }
@@ -108,20 +111,37 @@ Relay::Relay(std::shared_ptr<const Arena> arena, std::uint32_t rank, std::vector
       slot_bytes_(arena_->geometry().slot_bytes),
       num_slots_(arena_->geometry().num_slots),
       peers_(arena_->geometry().world_size) {
-  for (std::uint32_t other = 0; other < peers_.size(); ++other) {
-    if (connections.at(other) < 0) continue;
-    auto peer = std::make_unique<Peer>();
-    peer->rank = other;
-    peer->socket = connections[other];
-    peer->staged.resize(kStagedBytes);
-    for (const Traffic traffic : kTraffics) {
-      Lane& lane = peer->lanes[static_cast<std::size_t>(traffic)];
-      lane.outgoing = Reader(*arena_, rank_, other, other, traffic);
-      lane.incoming = Writer(*arena_, other, rank_, traffic);
+  try {
+    for (std::uint32_t other = 0; other < peers_.size(); ++other) {
+      if (connections.at(other) < 0) continue;
+      auto peer = std::make_unique<Peer>();
+      peer->rank = other;
+      peer->staged.resize(kStagedBytes);
+      for (const Traffic traffic : kTraffics) {
+        Lane& lane = peer->lanes[static_cast<std::size_t>(traffic)];
+        lane.outgoing = Reader(*arena_, rank_, other, other, traffic);
+        lane.incoming = Writer(*arena_, other, rank_, traffic);
+      }
+      OpenSockets::instance().add(connections[other]);
+      peer->socket = std::exchange(connections[other], -1);
+      peers_[other] = std::move(peer);
     }
-    OpenSockets::instance().add(peer->socket);
-    peers_[other] = std::move(peer);
+    watch_all();
+    thread_ = std::thread(&Relay::serve, this);
+  } catch (...) {
+    for (const int socket : connections) {
+      if (socket >= 0) ::close(socket);
+    }
+    for (const auto& peer : peers_) {
+      if (peer) lose(*peer);
+    }
+    if (epoll_ >= 0) ::close(epoll_);
+    if (bell_.event >= 0) ::close(bell_.event);
+    throw;
   }
+}
+
+void Relay::watch_all() {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   bell_.event = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (epoll_ < 0 || bell_.event < 0) {
@@ -131,7 +151,6 @@ Relay::Relay(std::shared_ptr<const Arena> arena, std::uint32_t rank, std::vector
   for (const auto& peer : peers_) {
     if (peer) watch(peer->socket, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, peer->rank);
   }
-  thread_ = std::thread(&Relay::serve, this);
 }
 
 Relay::~Relay() {
@@ -149,13 +168,18 @@ void Relay::watch(int descriptor, std::uint32_t events, std::uint32_t rank) cons
   }
 }
 
-bool Relay::is_gone(std::uint32_t peer) const noexcept {
-  return peers_[peer]->gone.load(std::memory_order_acquire);
+bool Relay::is_gone(std::uint32_t peer, Traffic traffic) const noexcept {
+  const Lane& lane = peers_[peer]->lanes[static_cast<std::size_t>(traffic)];
+  return lane.is_over.load(std::memory_order_acquire);
+}
+
+bool Relay::has_ended(std::uint32_t peer) const noexcept {
+  return peers_[peer]->has_ended.load(std::memory_order_acquire);
 }
 
 bool Relay::has_heard_all() const noexcept {
   return std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) {
-    return !peer || peer->gone.load(std::memory_order_acquire) ||
+    return !peer || peer->has_ended.load(std::memory_order_acquire) ||
            peer->heard_all.load(std::memory_order_acquire);
   });
 }
@@ -175,31 +199,41 @@ void Relay::close() noexcept {
 
 void Relay::serve() noexcept {
   next_look_ = Clock::now();
-  Clock::time_point last_move = next_look_;
+  bool was_closing = false;
   int looks = 0;
-  while (!(closing_.load(std::memory_order_seq_cst) &&
-           (is_through() || Clock::now() - last_move > kLingering))) {
-    bool moved = false;
-    try {
-      moved = pass();
-    } catch (const std::bad_alloc&) {  // it cannot go on, and the others see that
-      break;
+  try {
+    while (true) {
+      const bool closing = closing_.load(std::memory_order_seq_cst);
+      if (closing && !was_closing) last_sent_ = Clock::now();
+      was_closing = closing;
+      if (pass()) {
+        looks = 0;
+      } else if (closing && (is_through() || Clock::now() - last_sent_ > lingering())) {
+        break;
+      } else if (looks < kLooksBeforeSleep) {
+        ++looks;
+        sched_yield();
+        look_at_sockets(std::chrono::milliseconds{0});
+      } else {
+        looks = 0;
+        sleep();
+      }
     }
-    if (moved) {
-      looks = 0;
-      last_move = Clock::now();
-    } else if (looks < kLooksBeforeSleep) {
-      ++looks;
-      sched_yield();
-      look_at_sockets(std::chrono::milliseconds{0});
-    } else {
-      looks = 0;
-      sleep();
-    }
+  } catch (const std::bad_alloc&) {
+    std::uint64_t none = 0;
+    arena_->header().abort.compare_exchange_strong(
+        none, std::uint64_t{rank_} << 32 | static_cast<std::uint32_t>(Abort::out_of_memory),
+        std::memory_order_acq_rel);
+    ring_all(*arena_);
   }
   for (const auto& peer : peers_) {
     if (peer) lose(*peer);
   }
+}
+
+std::chrono::milliseconds Relay::lingering() const noexcept {
+  const bool is_aborted = arena_->header().abort.load(std::memory_order_acquire) != 0;
+  return is_aborted ? kLingeringAfterAbort : kLingering;
 }
 
 bool Relay::is_through() const noexcept {
@@ -208,7 +242,7 @@ bool Relay::is_through() const noexcept {
 }
 
 // Waits for something to happen, for at most kSlice. pre: nothing could be moved
-void Relay::sleep() noexcept {
+void Relay::sleep() {
   bell_.sleeping.store(1, std::memory_order_seq_cst);
   const bool is_called = records_due_.load(std::memory_order_seq_cst) ||
                          (closing_.load(std::memory_order_seq_cst) && is_through());
@@ -282,6 +316,7 @@ bool Relay::send_to(Peer& peer) {
     peer.departing.reset();
     return false;
   }
+  last_sent_ = Clock::now();
   peer.departed += static_cast<std::size_t>(sent);
   if (peer.departed == whole) finish_frame(peer);
   return true;
@@ -295,7 +330,8 @@ bool Relay::choose_frame(Peer& peer) {
   const std::uint64_t abort = arena_->header().abort.load(std::memory_order_acquire);
   const bool closing = closing_.load(std::memory_order_seq_cst);
   const auto has_segment = [&](Lane& lane) {
-    return abort == 0 && (closing || lane.in_flight < num_slots_) && lane.outgoing.has_data();
+    return abort == 0 && !peer.heard_close && (closing || lane.in_flight < num_slots_) &&
+           lane.outgoing.has_data();
   };
   std::uint64_t owed = 0;
   for (std::size_t i = 0; i < peer.lanes.size(); ++i) {
@@ -356,7 +392,11 @@ void Relay::finish_frame(Peer& peer) {
   const Frame frame = *std::exchange(peer.departing, std::nullopt);
   if (frame.kind == Kind::close) {
     peer.has_closed = true;
-    shutdown(peer.socket, SHUT_WR);
+    if (peer.heard_close) {
+      lose(peer);
+    } else {
+      shutdown(peer.socket, SHUT_WR);
+    }
   }
   if (frame.kind != Kind::collectives && frame.kind != Kind::messages) return;
   Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
@@ -442,6 +482,7 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
       Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
       const auto bytes = decoded_bytes(frame.form(), frame.bytes);
       if (!bytes || *bytes > slot_bytes_ || lane.kept.size() > num_slots_) return false;
+      if (!is_next(lane, frame)) return false;
       if (!lane.kept.empty() || !lane.incoming.has_room()) {
         peer.unslotted.emplace(Kept{frame, std::vector<std::byte>(frame.bytes)});
         peer.target = peer.unslotted->data.data();
@@ -463,6 +504,23 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
       return frame.bytes == 0;
   }
   return false;
+}
+
+// Whether a frame is the next segment of what arrives, or the first of another publication: whoever
+// reads it relies on its size.
+bool Relay::is_next(Lane& lane, const Frame& frame) const noexcept {
+  const Label& label = frame.label;
+  if (lane.arrived == 0) lane.arriving = label;
+  const std::uint64_t total = label.total_bytes & kBytesOfLabel;
+  const std::uint64_t bytes = *decoded_bytes(frame.form(), frame.bytes);
+  if (label.fingerprint != lane.arriving.fingerprint ||
+      label.total_bytes != lane.arriving.total_bytes || label.heap_position != 0 ||
+      bytes != std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.arrived)) {
+    return false;
+  }
+  lane.arrived += bytes;
+  if (lane.arrived == total) lane.arrived = 0;
+  return true;
 }
 
 bool Relay::is_abort(std::uint64_t packed) const noexcept {
@@ -499,7 +557,11 @@ void Relay::deliver(Peer& peer) {
     }
     case Kind::close:
       arena_->rank(peer.rank).closed.store(1, std::memory_order_release);
-      lose(peer);
+      if (closing_.load(std::memory_order_seq_cst) && !peer.has_closed) {
+        peer.heard_close = true;  // it hears of this rank's last call, too
+      } else {
+        lose(peer);
+      }
       return;
     case Kind::credit:
       return;
@@ -541,12 +603,12 @@ void Relay::lose(Peer& peer) noexcept {
   bury(peer);
 }
 
-// Has it known that a rank is gone, once all that it published is where it belongs.
+// Has it known of what a rank will send nothing more, once all that it sent is where it belongs.
 void Relay::bury(Peer& peer) noexcept {
-  for (const Lane& lane : peer.lanes) {
-    if (!lane.kept.empty()) return;
+  for (Lane& lane : peer.lanes) {
+    if (lane.kept.empty()) lane.is_over.store(true, std::memory_order_release);
   }
-  peer.gone.store(true, std::memory_order_release);
+  peer.has_ended.store(true, std::memory_order_release);
   ring(*arena_, rank_);
 }
 
@@ -565,6 +627,7 @@ void Relay::look_at_records() {
   *word++ = static_cast<std::uint64_t>(state.call.began_ns.load(std::memory_order_relaxed));
   for (const auto& one : state.board.words) *word++ = one.load(std::memory_order_acquire);
   if (records.words == last_records_.words && records.is_last == last_records_.is_last) return;
+  records.version = last_records_.version + 1;
   last_records_ = records;
   for (const auto& peer : peers_) {
     if (peer) peer->owes_records = true;
@@ -592,6 +655,8 @@ void Relay::mirror_call(std::uint32_t rank, const LastCall& call) const noexcept
 // Several relays of this host may do so at once, for one rank; what they write is hers alone.
 void Relay::mirror(std::uint32_t rank, const Records& records) const noexcept {
   RankState& state = arena_->rank(rank);
+  if (records.version <= state.mirrored.load(std::memory_order_relaxed)) return;
+  state.mirrored.store(records.version, std::memory_order_relaxed);
   auto word = records.words.begin();
   for_each_word(state, [&]<typename Word>(std::atomic<Word>& one) {
     one.store(static_cast<Word>(*word++), std::memory_order_relaxed);
@@ -600,8 +665,7 @@ void Relay::mirror(std::uint32_t rank, const Records& records) const noexcept {
   state.call.began_ns.store(nanoseconds_now() - age_ns, std::memory_order_relaxed);
   auto& board = state.board.words;
   for (std::size_t i = board.size(); i-- > 0;) {
-    const std::uint64_t value = *(word + static_cast<std::ptrdiff_t>(i));
-    if (value != 0) board[i].store(value, std::memory_order_release);
+    board[i].store(*(word + static_cast<std::ptrdiff_t>(i)), std::memory_order_release);
   }
 }
 

@@ -64,8 +64,10 @@ class Relay {
   bool serves(std::uint32_t peer) const noexcept { return peers_[peer] != nullptr; }
   // What to ring when this rank has done something in a channel that leaves its host.
   Doorbell& bell() noexcept { return bell_; }
-  // Whether nothing more will come from `peer`. pre: serves(peer)
-  bool is_gone(std::uint32_t peer) const noexcept;
+  // Whether nothing more of that kind will come from `peer`. pre: serves(peer)
+  bool is_gone(std::uint32_t peer, Traffic traffic) const noexcept;
+  // Whether it has ended or closed, though not all that came from it need have been taken.
+  bool has_ended(std::uint32_t peer) const noexcept;
   // After an abort: whether all that ranks of other hosts had to say of it has come.
   bool has_heard_all() const noexcept;
   // Has the other hosts told soon of changed records.
@@ -112,6 +114,7 @@ class Relay {
     std::array<std::uint64_t, kWords> words{};
     std::int64_t now_ns = 0;
     std::uint64_t is_last = 0;  // 1 if the sender has seen an abort
+    std::uint64_t version = 0;  // counted up with every change
   };
 
   // A segment that there is no slot for yet, as it travels.
@@ -127,6 +130,10 @@ class Relay {
     std::uint64_t in_flight = 0;  // segments sent that the other rank has not taken
     std::uint64_t credited = 0;   // segments that the other relay knows to be taken here
     std::deque<Kept> kept;
+    // Of what arrives: the publication, and where in it the next segment is.
+    Label arriving;
+    std::uint64_t arrived = 0;
+    std::atomic<bool> is_over{false};  // release, by the relay's thread; acquire
   };
   struct Peer {
     std::uint32_t rank = 0;
@@ -154,8 +161,9 @@ class Relay {
     bool owes_records = false;
     bool owes_abort = true;  // once there is one
     bool has_closed = false;
+    bool heard_close = false;
 
-    std::atomic<bool> gone{false};       // release, by the relay's thread; acquire
+    std::atomic<bool> has_ended{false};  // release, by the relay's thread; acquire
     std::atomic<bool> heard_all{false};  // likewise
   };
 
@@ -168,6 +176,8 @@ class Relay {
   bool receive_from(Peer& peer);
   bool fill(Peer& peer, std::byte* target, std::size_t bytes);
   bool accept_frame(Peer& peer, const Frame& frame);
+  bool is_next(Lane& lane, const Frame& frame) const noexcept;
+  void watch_all();
   bool is_abort(std::uint64_t packed) const noexcept;
   void deliver(Peer& peer);
   static void publish(Lane& lane, const Frame& frame, const std::byte* data) noexcept;
@@ -178,9 +188,10 @@ class Relay {
   void mirror(std::uint32_t rank, const Records& records) const noexcept;
   LastCall last_call() const noexcept;
   void mirror_call(std::uint32_t rank, const LastCall& call) const noexcept;
-  void sleep() noexcept;
+  void sleep();
   void look_at_sockets(std::chrono::milliseconds limit) noexcept;
   bool is_through() const noexcept;
+  std::chrono::milliseconds lingering() const noexcept;
   void watch(int descriptor, std::uint32_t events, std::uint32_t rank) const;
 
   const std::shared_ptr<const Arena> arena_;
@@ -194,6 +205,7 @@ class Relay {
 
   // Of the relay's thread.
   Clock::time_point next_look_;
+  Clock::time_point last_sent_;
   Records last_records_;
 
   std::atomic<bool> closing_{false};          // release by close(), acquire by the thread

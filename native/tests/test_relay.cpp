@@ -158,17 +158,18 @@ void test_who_leaves_waits_for_nobody() {
   publish_all(world.writer(0, Traffic::messages), others);
   taking.join();
   check_equal(num_wrong, 0);
-  check(!world.relays[1]->is_gone(0), "it is there");
+  check(!world.relays[1]->is_gone(0, Traffic::collectives), "it is there");
   world.relays[0]->close();
   Reader reader = world.reader(1, Traffic::collectives);
   for (std::uint64_t taken = 0; taken < published; ++taken) {
     while (!reader.has_data()) std::this_thread::yield();
-    check(taken + kGeometry.num_slots >= published || !world.relays[1]->is_gone(0),
+    check(taken + kGeometry.num_slots >= published ||
+              !world.relays[1]->is_gone(0, Traffic::collectives),
           "nobody is gone whose words have not all come");
     check_equal(reader.label().fingerprint, taken);
     reader.release();
   }
-  while (!world.relays[1]->is_gone(0)) std::this_thread::yield();
+  while (!world.relays[1]->is_gone(0, Traffic::collectives)) std::this_thread::yield();
   check_equal(world.arenas[1]->rank(0).closed.load(), 1U);
 }
 
@@ -258,9 +259,28 @@ void test_junk(unsigned seed, const std::vector<std::byte>& sound) {
               static_cast<ssize_t>(junk.size()));
   ::close(sockets[1]);
   Reader reader(*arena, 1, 0, 0, Traffic::collectives, &relay.bell());
-  while (!relay.is_gone(1)) {
+  while (!relay.is_gone(1, Traffic::collectives)) {
     if (reader.has_data()) reader.release();
     std::this_thread::yield();
+  }
+}
+
+// Segments after the first must be of the same publication and the right size: readers count on it.
+void test_a_publication_that_changes_its_size() {
+  for (const bool changes : {false, true}) {
+    World world;
+    Writer writer = world.writer(0, Traffic::messages);
+    std::array<std::byte, kGeometry.slot_bytes> data{};
+    const std::size_t total = 2 * kGeometry.slot_bytes;
+    writer.publish(data.data(), data.size(), {5, total, 0});
+    writer.publish(data.data(), data.size(), {5, changes ? std::uint64_t{1} << 40 : total, 0});
+    Reader reader = world.reader(1, Traffic::messages);
+    while (!reader.has_data()) std::this_thread::yield();
+    reader.release();
+    while (!reader.has_data() && !world.relays[1]->is_gone(0, Traffic::messages)) {
+      std::this_thread::yield();
+    }
+    check_equal(reader.has_data(), !changes);
   }
 }
 
@@ -307,6 +327,7 @@ int main() {
     test_another_form_on_the_wire(form);
   }
   test_records_and_aborts_are_told();
+  test_a_publication_that_changes_its_size();
   const std::vector<std::byte> sound = sound_bytes();
   for (unsigned seed = 0; seed < 10'000; ++seed) test_junk(seed, sound);
   return testing::report();

@@ -141,7 +141,7 @@ class MessageRecord:
         return self._text("send", self.arrived_what, self.arrived_nbytes, f"dst={dst}")
 
     def _text(self, name: str, what: int, nbytes: int, peer: str) -> str:
-        dtype = _DTYPES_BY_CODE[what >> 8 & 0xFF]
+        dtype = _dtype(what).name
         tag = f", tag={self.tag}" if self.tag else ""
         return f"{name}({nbytes // DTYPES[dtype].itemsize} x {dtype}, {peer}{tag})"
 
@@ -164,6 +164,13 @@ def pack_call(
 
 def describe_call(what: int, count: int) -> str:
     """A call as the user would write it, from what and count of a `CallRecord`."""
+    try:
+        return _described(what, count)
+    except LookupError:  # what another host says may be anything
+        return f"unknown call {what:#x}"
+
+
+def _described(what: int, count: int) -> str:
     name = _name(what)
     if name in ("barrier", "split"):
         return f"{name}()"
@@ -183,8 +190,9 @@ def describe_call(what: int, count: int) -> str:
 
 
 def _name(what: int) -> str:
-    return CALLS[(what & 0xFF) - 1]
+    number = (what & 0xFF) - 1
+    return CALLS[number] if number in range(len(CALLS)) else "unknown call"  # what another host says may be anything
 
 
 def _dtype(what: int) -> DType:
-    return DTYPES[_DTYPES_BY_CODE[what >> 8 & 0xFF]]
+    return DTYPES[_DTYPES_BY_CODE.get(what >> 8 & 0xFF, "uint8")]

@@ -614,8 +614,8 @@ class Communicator:
         then, also if that fails.
 
         Ranks whose process has ended, or that have closed this communicator, are left behind at once; those that do not
-        come within the timeout, then. Ranks keep their order. If another rank is lost while they agree, they go on
-        without it, or it is lost in the new communicator.
+        come within the timeout, then. Where a network is cut in two, each part goes on by itself. Ranks keep their
+        order. If another rank is lost while they agree, they go on without it, or it is lost in the new communicator.
 
         Args:
             timeout: seconds; None takes the communicator's.

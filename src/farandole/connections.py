@@ -9,6 +9,7 @@ to the lower one's door; both prove the secret, and say which rank of which meet
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -169,7 +170,9 @@ class RankDoor:
             if not connection.poll(HANDSHAKE_S):
                 return
             greeting = json.loads(connection.recv_bytes(_MAX_GREETING_BYTES))
-            rank = greeting["rank"] if isinstance(greeting, dict) else None
+            rank = greeting.get("rank") if isinstance(greeting, dict) else None
+            if type(rank) is not int:
+                return
             with self._changed:
                 self._changed.wait_for(lambda: self._token is not None, HANDSHAKE_S)
                 if greeting != _greeting(self._token or "", rank) or rank not in self._expected:
@@ -195,6 +198,11 @@ class RankDoor:
                     try:
                         return self._greet(rank, (address, way.port), seconds)
                     except (OSError, EOFError, AuthenticationError, ValueError) as error:
+                        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                            raise RendezvousError(
+                                f"rank {self._rank} cannot connect to rank {rank}: {error}; raise the limit with "
+                                f"ulimit -n"
+                            ) from error
                         problem = f"{address} port {way.port}: {str(error) or type(error).__name__}"
                 require_going()
             if time.monotonic() > limit:
@@ -226,5 +234,7 @@ def _prepare(descriptor: int) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+        silence_s = _IDLE_S + _PROBE_S * _NUM_PROBES  # also where something was sent that nobody acknowledges
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence_s)
     finally:
         stream.detach()

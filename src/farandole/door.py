@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -55,9 +56,11 @@ class Door:
         try:
             self._listener = _listen(address)
         except OSError as error:
+            remedy = "is another job using the port?"
+            if error.errno == errno.EADDRNOTAVAIL:
+                remedy = "this host has no such address; see MASTER_ADDR and FARANDOLE_INTERFACE"
             raise RendezvousError(
-                f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; is another job "
-                f"using the port?"
+                f"cannot listen on {address[0]}:{address[1]} for the ranks of this job: {error}; {remedy}"
             ) from error
         host, port = self._listener.getsockname()[:2]
         self.address: Address = (host, port)
@@ -84,6 +87,7 @@ class Door:
             except OSError:  # we are closing; or there is no descriptor left, and there may be one soon
                 self._closing.wait(_RETRY_S)
                 continue
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is said here is short, and waited for
             connection = Connection(stream.detach())
             self._admit(connection)
             try:
@@ -158,6 +162,7 @@ def knock(address: Address, secret: bytes, seconds: float) -> Connection:
     limit = time.monotonic() + seconds
     with socket.create_connection(address, timeout=max(_RETRY_S, seconds)) as stream:
         stream.settimeout(None)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(stream.detach())
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)

@@ -74,12 +74,19 @@ def open_memory_of(process: int, descriptor: int) -> int:
         OSError: it cannot be opened.
         RuntimeError: it is another file.
     """
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    path = Path(f"/proc/{process}/fd/{descriptor}")
+    if not _is_memory(path):  # what else a stranger's numbers name is not even opened
+        raise RuntimeError(f"process {process} offers a file that is not the shared memory of this user's job")
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     is_ours = os.fstat(own).st_uid == os.geteuid()
-    if not is_ours or not str(Path(f"/proc/self/fd/{own}").readlink()).startswith("/memfd:farandole"):
+    if not is_ours or not _is_memory(Path(f"/proc/self/fd/{own}")):
         os.close(own)
         raise RuntimeError(f"process {process} offers a file that is not the shared memory of this user's job")
     return own
+
+
+def _is_memory(path: Path) -> bool:
+    return str(path.readlink()).startswith("/memfd:farandole")
 
 
 def topology_from(mates: Sequence[Sequence[int]], proofs: Sequence[HostProof]) -> Topology:

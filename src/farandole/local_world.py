@@ -115,6 +115,8 @@ def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, hosts: str |
     is_whole = isinstance(world_size, (int, np.integer)) and not isinstance(world_size, bool)
     if not is_whole or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
+    if not isinstance(hosts, (str, Topology, type(None))):
+        raise ArgumentError(f"hosts is {hosts!r}; it must be a Topology, or text such as '2x2'")
     topology = Topology.parse(hosts) if isinstance(hosts, str) else hosts or Topology.one_host(int(world_size))
     if topology.world_size != world_size:
         raise ArgumentError(f"world_size is {world_size}, but hosts is {hosts}, which has {topology.world_size} ranks")

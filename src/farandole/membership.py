@@ -79,7 +79,11 @@ class Membership:
     def make_engine(self, **tuning: int) -> _native.Engine:
         """This rank's engine; once, as it takes over what this holds open."""
         connections = [] if self.network is None else self.network.hand_over_connections()
-        return _native.Engine(self.arena, self.rank, self.open_process_descriptors(), connections=connections, **tuning)
+        processes = self.open_process_descriptors()
+        try:
+            return _native.Engine(self.arena, self.rank, processes, connections=connections, **tuning)
+        except RuntimeError as error:
+            raise RendezvousError(f"cannot serve the other hosts: {error}; raise the limit with ulimit -n") from error
 
     def open_process_descriptors(self) -> list[int]:
         """Per rank, a descriptor that tells when its process ends; -1 for this process itself, -2 if it has ended.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ from farandole.wire_probe import measure, wire_from
 __all__ = [
     "MAX_WORLD_SIZE",
     "Identity",
+    "card_key",
     "MeetingPlace",
     "join",
     "join_at",
@@ -68,6 +70,7 @@ class Identity:
         rank_0_serves: True if rank 0 serves the store, a new one for each meeting; else it is there as long as the job.
         secret: of the job.
         transport: what connects its hosts.
+        addresses: where other hosts reach this one, if that is known.
     """
 
     rank: int
@@ -76,6 +79,7 @@ class Identity:
     rank_0_serves: bool
     secret: bytes
     transport: Transport = field(default_factory=Tcp)
+    addresses: Sequence[str] | None = None
 
 
 def next_meeting() -> int:
@@ -125,6 +129,7 @@ def join_at(
     *,
     transport: Transport | None = None,
     toward: str = "",
+    addresses: Sequence[str] | None = None,
 ) -> Membership:
     """Meet the other ranks of a group at a key-value store that all of them have, and that outlives the meeting.
 
@@ -136,11 +141,12 @@ def join_at(
         secret: of the job; empty if there is none.
         transport: what connects hosts; None: TCP.
         toward: a host of the job, or the address of this one that others know, see `own_addresses`.
+        addresses: where other hosts reach this one, if that is known.
 
     Raises:
         RendezvousError: as `join`.
     """
-    identity = Identity(rank, len(job_ranks), (toward, 0), False, secret, transport or Tcp())
+    identity = Identity(rank, len(job_ranks), (toward, 0), False, secret, transport or Tcp(), addresses)
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     meeting = _Meeting(store, identity, 0, time.monotonic() + timeout_s, timeout_s, counted=False)
     return _meet(meeting, job_ranks)
@@ -178,6 +184,11 @@ def tell_of_end(store: StoreServer, rank: int, code: int = 0) -> None:
 
 def _ended_key(rank: int) -> str:
     return f"ended/{rank}"
+
+
+def card_key(rank: int, meeting: int = 0) -> str:
+    """The key of what a rank says of itself, where it has come to a meeting."""
+    return f"{meeting}/rank/{rank}"
 
 
 class MeetingPlace(Protocol):
@@ -288,7 +299,7 @@ class _Meeting:
             self.set("left")
             if self.identity.rank_0_serves and self.identity.rank == 0:
                 everyone = range(self.identity.world_size)
-                cards = self.store.get_all([f"{self.number}/rank/{rank}" for rank in everyone], 0)
+                cards = self.store.get_all([card_key(rank, self.number) for rank in everyone], 0)
                 present = [f"{self.number}/left/{rank}" for rank, card in enumerate(cards) if card is not None]
                 self.store.get_all(present, _HEARING_S)
 
@@ -380,6 +391,7 @@ class _Arrival:
         """What this rank says of itself."""
         is_first = self._identity.rank == 0
         card = _Card(
+            _version(),
             os.getpid(),
             self._identity.world_size,
             [*self._proof],
@@ -393,9 +405,8 @@ class _Arrival:
         """All that this rank needs to join, once all have come."""
         meeting, identity = self._meeting, self._identity
         cards = [_read_card(rank, text) for rank, text in enumerate(meeting.get_all("rank", "joined"))]
-        sizes = {rank: card.world_size for rank, card in enumerate(cards)}
-        if len(set(sizes.values())) > 1:
-            raise RendezvousError(f"the ranks disagree on WORLD_SIZE: {sizes}")
+        _require_alike("the ranks disagree on WORLD_SIZE", [card.world_size for card in cards])
+        _require_alike("the ranks run different versions of farandole", [card.version for card in cards])
         proofs = [HostProof(*card.proof) for card in cards]
         mates = [rank for rank, proof in enumerate(proofs) if self._proof.is_shared_with(proof)]
         meeting.require_going()  # a rank that has given up shows nothing any more
@@ -407,7 +418,7 @@ class _Arrival:
         secret = identity.secret or cards[0].secret.encode()
         if len(mates) < identity.world_size:
             toward = identity.store[0] or os.environ.get("MASTER_ADDR", "")
-            self._door = identity.transport.open(identity.rank, secret, toward=toward)
+            self._door = identity.transport.open(identity.rank, secret, addresses=identity.addresses, toward=toward)
         way = Way((), 0) if self._door is None else self._door.way
         meeting.set(
             "host", json.dumps(_HostCard(mates, offer, [*way.addresses], way.port, identity.transport.name)._asdict())
@@ -450,15 +461,29 @@ class _Arrival:
         """What the first ranks of all hosts find, each with those of the next host and the one before; for all ranks
         the same."""
         topology, own = network.topology, self._identity.rank
+        self._meeting.set("connected")
+        self._meeting.get_all("connected", "connected with the others")
         firsts = [topology.ranks_on(host)[0] for host in range(topology.num_hosts)]
         figures: list[float] = []
         if own in firsts:
             place = firsts.index(own)
             following, preceding = (firsts[(place + step) % len(firsts)] for step in (1, -1))
-            figures = measure(network.connections[following], network.connections[preceding])
+            figures = measure(network.connections[following], network.connections[preceding], self._meeting.limit)
         self._meeting.set("wire", json.dumps(figures))
         texts = self._meeting.get_all("wire", "measured the wire")
         return wire_from([_read_figures(rank, text) for rank, text in enumerate(texts)])
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("farandole")
+    except importlib.metadata.PackageNotFoundError:
+        return "that is not installed"
+
+
+def _require_alike(problem: str, values: Sequence[Any]) -> None:
+    if len(set(values)) > 1:
+        raise RendezvousError(f"{problem}: {dict(enumerate(values))}")
 
 
 def _cores_of(ranks: Sequence[int], cards: Sequence[_Card]) -> int:
@@ -490,6 +515,7 @@ class _Card(NamedTuple):
     """What a rank says of itself where the ranks meet.
 
     Attributes:
+        version: of farandole.
         process: its number.
         world_size: as the rank was told.
         proof: see `HostProof`.
@@ -498,6 +524,7 @@ class _Card(NamedTuple):
         secret: of rank 0, where the job has none yet: whoever can read this is trusted.
     """
 
+    version: str
     process: int
     world_size: int
     proof: list[Any]
@@ -530,7 +557,7 @@ def _read_card(rank: int, text: str) -> _Card:
         is_sound = _are_numbers([card.process, card.world_size, *card.cores], 2**63)
         is_sound &= _are_numbers([*card.proof[:2], card.process - 1], 2**31 - 1)
         is_sound &= len(card.proof) == len(HostProof._fields) and all(type(one) is str for one in card.proof[2:])
-        is_sound &= type(card.secret) is str
+        is_sound &= type(card.secret) is str and type(card.version) is str
     except (TypeError, ValueError, RecursionError):
         is_sound = False
     if not is_sound:

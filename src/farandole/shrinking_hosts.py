@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 
 import farandole._native as _native
+from farandole.call_records import CallRecord
 from farandole.errors import CollectiveTimeoutError, CommunicatorClosedError, RendezvousError
 from farandole.membership import Membership, Network
-from farandole.rendezvous import MeetingPlace, join_at
+from farandole.rendezvous import MeetingPlace, card_key, join_at
 from farandole.shrinking import ranks_in_words, words_of_ranks
 from farandole.store import StoreClient, StoreServer
 
 __all__ = ["shrink_across_hosts"]
 
-_DECIDED, _PRESENT, _PORT, _MEMBERS = range(4)
-"""The words of a rank's board, the last of them the first of those for the members' bits."""
+_DECIDED, _PRESENT, _MEMBERS = range(3)
+"""The words of a rank's board, the last of them the first of those for the members' bits. What a rank has decided: how
+often it has, and in the lowest bits the port where it serves the store."""
+
+_PORT_BITS = 16
 
 _MEETING_S = 10.0
 """How long the members may take to meet: they are present, so only one that is stopped takes long."""
@@ -49,26 +53,41 @@ class _Regrouping:
         self._own = membership.rank
         self._timeout_s = timeout_s
         self._limit = time.monotonic() + timeout_s
-        self._tried: set[tuple[int, int]] = set()  # leader and port
+        self._tried: set[tuple[int, int]] = set()  # leader and what it has decided
+        self._silent: set[int] = set()  # were present, and did not come
         self._problem: RendezvousError | None = None
 
     def run(self) -> Membership:
         """Follow or lead until a meeting succeeds."""
         self._engine.write_board(_PRESENT, 1)
         while True:
+            self._require_in_time()
             leader = self._leader()
+            self._require_time(leader)
             if leader == self._own and self._is_settled():
                 attempt = self._lead
             elif leader != self._own and self._is_called_by(leader):
                 attempt = self._follow
             else:
-                self._require_time(leader)
                 time.sleep(_PAUSE_S)
                 continue
             try:
                 return attempt(leader)
             except RendezvousError as error:
                 self._problem = error
+                time.sleep(_PAUSE_S)
+
+    def _require_in_time(self) -> None:
+        """Those that were present and have closed since have gone on."""
+        for rank, record in enumerate(self._engine.calls()):
+            if CallRecord(*record).closed and self._is_gone(rank) and self._engine.board(rank)[_PRESENT]:
+                raise self._too_late(rank)
+
+    def _too_late(self, other: int) -> CommunicatorClosedError:
+        return CommunicatorClosedError(
+            f"the others have gone on without rank {self._own}, which called shrink() too late; rank {other} is one of "
+            f"them"
+        )
 
     def _leader(self) -> int:
         left = [rank for rank in range(self._old.world_size) if not self._is_gone(rank)]
@@ -86,11 +105,11 @@ class _Regrouping:
         return is_complete or time.monotonic() > self._limit
 
     def _is_called_by(self, leader: int) -> bool:
-        board = self._engine.board(leader)
-        return bool(board[_DECIDED]) and (leader, board[_PORT]) not in self._tried
+        decided = self._engine.board(leader)[_DECIDED]
+        return decided != 0 and (leader, decided) not in self._tried
 
     def _require_time(self, leader: int) -> None:
-        if time.monotonic() > self._limit + 2 * _MEETING_S:
+        if time.monotonic() > self._limit + 3 * _MEETING_S:
             why = f"; the last attempt failed: {self._problem}" if self._problem else ""
             raise CollectiveTimeoutError(
                 f"shrink() is not done after {self._timeout_s:g} s: rank {leader} leads, and does not decide{why}"
@@ -98,23 +117,27 @@ class _Regrouping:
 
     def _lead(self, leader: int) -> Membership:
         everyone = range(self._old.world_size)
-        members = [rank for rank in everyone if self._engine.board(rank)[_PRESENT] and not self._is_gone(rank)]
+        left = [rank for rank in everyone if not self._is_gone(rank) and rank not in self._silent]
+        members = [rank for rank in left if self._engine.board(rank)[_PRESENT]]
         own = self._network.addresses[leader]
         with contextlib.closing(StoreServer((own[0] if len(own) == 1 else "", 0), self._network.secret)) as server:
-            for word, value in enumerate([server.address[1], *words_of_ranks(members, len(everyone))], _PORT):
+            for word, value in enumerate(words_of_ranks(members, len(everyone)), _MEMBERS):
                 self._engine.write_board(word, value)
-            self._engine.write_board(_DECIDED, self._engine.board(leader)[_DECIDED] + 1)
-            return self._meet(server, members)
+            number = (self._engine.board(leader)[_DECIDED] >> _PORT_BITS) + 1
+            self._engine.write_board(_DECIDED, number << _PORT_BITS | server.address[1])
+            try:
+                return self._meet(server, members)
+            except RendezvousError:
+                came = server.get_all([card_key(rank) for rank in range(len(members))], 0)
+                self._silent |= {rank for rank, card in zip(members, came, strict=True) if card is None}
+                raise
 
     def _follow(self, leader: int) -> Membership:
         board = self._engine.board(leader)
-        port, members = board[_PORT], ranks_in_words(board[_MEMBERS:])
-        self._tried.add((leader, port))
+        port, members = board[_DECIDED] & (1 << _PORT_BITS) - 1, ranks_in_words(board[_MEMBERS:])
+        self._tried.add((leader, board[_DECIDED]))
         if self._own not in members:
-            raise CommunicatorClosedError(
-                f"the others have gone on without rank {self._own}, which called shrink() too late; rank {leader} led "
-                f"them"
-            )
+            raise self._too_late(leader)
         with contextlib.closing(self._open_store(leader, port)) as store:
             return self._meet(store, members)
 
@@ -133,8 +156,16 @@ class _Regrouping:
 
         job_ranks = [self._old.job_ranks[rank] for rank in members]
         place = _WatchedPlace(store, require_alive)
-        rank, secret, transport = members.index(self._own), self._network.secret, self._network.transport
-        return join_at(place, rank, job_ranks, _MEETING_S, secret, transport=transport)
+        network = self._network
+        return join_at(
+            place,
+            members.index(self._own),
+            job_ranks,
+            _MEETING_S,
+            network.secret,
+            transport=network.transport,
+            addresses=network.addresses[self._own],
+        )
 
 
 class _WatchedPlace:

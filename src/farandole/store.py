@@ -21,6 +21,11 @@ from farandole.errors import RendezvousError
 __all__ = ["StoreClient", "StoreServer"]
 
 _MAX_MESSAGE_BYTES = 1 << 16
+"""Of a request: what one process says."""
+
+_MAX_ANSWER_BYTES = 1 << 26
+"""That a client takes from the server that it trusts: what all ranks say, at once."""
+
 _RETRY_S = 0.05
 
 
@@ -144,7 +149,7 @@ class StoreClient:
                 self._connection.send_bytes(json.dumps(request).encode())
                 if not self._connection.poll(float(request.get("timeout_s", 0)) + HANDSHAKE_S):
                     raise OSError("it gives no answer")
-                answer: dict[str, Any] = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
+                answer: dict[str, Any] = json.loads(self._connection.recv_bytes(_MAX_ANSWER_BYTES))
             except (EOFError, OSError) as error:
                 self.close()  # a late answer must not be taken for that to the next request
                 raise RendezvousError(
