@@ -21,14 +21,15 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole import _native, door, membership, rendezvous
+from farandole import _native, arrival, door, membership, rendezvous
 from farandole.calibration import SHIPPED
 from farandole.communicator import Communicator
 from farandole.errors import ArgumentError, PeerLostError, RendezvousError
 from farandole.hosts import HostProof
 from farandole.launch import processes, run_processes
+from farandole.meeting import Identity, Meeting
 from farandole.membership import Membership
-from farandole.rendezvous import Identity, _meet, _Meeting, join, tell_of_end
+from farandole.rendezvous import _meet, join, tell_of_end
 from farandole.store import StoreClient, StoreServer
 
 WAIT_S = 60  # for what happens at once; only a failure takes so long
@@ -37,13 +38,13 @@ WAIT_S = 60  # for what happens at once; only a failure takes so long
 def card(process: int, world_size: int, proof: HostProof | None = None) -> str:
     """What a rank says of itself."""
     proof = proof or HostProof(process, 0, "", "", "elsewhere")
-    return json.dumps(rendezvous._Card(rendezvous._version(), process, world_size, [*proof], [0], None, "")._asdict())
+    return json.dumps(arrival.Card(arrival.version(), process, world_size, [*proof], [0], None, "")._asdict())
 
 
 def come_as_rank_1(server: StoreServer, process: int) -> None:
     """What rank 1 of two on this host says."""
     server.set("0/rank/1", card(process, 2, HostProof.offer()))
-    server.set("0/host/1", json.dumps(rendezvous._HostCard([0, 1], [], [], 0, "tcp")._asdict()))
+    server.set("0/host/1", json.dumps(arrival.HostCard([0, 1], [], [], 0, "tcp")._asdict()))
 
 
 @pytest.fixture
@@ -322,7 +323,7 @@ class Ranks:
         with contextlib.closing(StoreClient(server.address, b"secret", WAIT_S)) as client:
             identity = Identity(rank, len(self.ends), server.address, False, b"secret")
             try:
-                self.ends[rank] = _meet(_Meeting(client, identity, 0, time.monotonic() + 1e6, 1e6))
+                self.ends[rank] = _meet(Meeting(client, identity, 0, time.monotonic() + 1e6, 1e6))
             except BaseException as error:
                 self.ends[rank] = error
 
@@ -336,7 +337,7 @@ class Ranks:
 def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(server, monkeypatch, is_too_late):
     """Rank 2 maps the memory only after rank 1 has waited for it in vain."""
     has_waited, may_give_up = threading.Event(), threading.Event()
-    set_, wait, give_up = _Meeting.set, _Meeting._wait, _Meeting.give_up
+    set_, wait, give_up = Meeting.set, Meeting._wait, Meeting.give_up
 
     def hold_rank_2(meeting, phase, value="yes"):
         if (meeting.identity.rank, phase) == (2, "mapped"):
@@ -357,9 +358,9 @@ def test_a_rank_that_gives_up_while_others_join_decides_for_all_or_joins_too(ser
         has_waited.set()
         return verdict
 
-    monkeypatch.setattr(_Meeting, "set", hold_rank_2)
-    monkeypatch.setattr(_Meeting, "_wait", hurry_rank_1)
-    monkeypatch.setattr(_Meeting, "give_up", hold_rank_1)
+    monkeypatch.setattr(Meeting, "set", hold_rank_2)
+    monkeypatch.setattr(Meeting, "_wait", hurry_rank_1)
+    monkeypatch.setattr(Meeting, "give_up", hold_rank_1)
     ranks = Ranks(server, 3)
     if is_too_late:
         for rank in (0, 2):
@@ -378,7 +379,7 @@ def test_rank_0_has_joined_though_a_rank_that_has_too_does_not_leave(server):
     come_as_rank_1(server, os.getpid())
     server.set("0/mapped/1", "yes")
     over = time.monotonic() - 1
-    assert _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1)).world_size == 2
+    assert _meet(Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1)).world_size == 2
 
 
 @pytest.mark.parametrize(
@@ -405,7 +406,7 @@ def test_what_is_no_card_of_a_rank_is_refused(server, junk):
     server.set("0/rank/1", junk)
     over = time.monotonic() + WAIT_S
     with pytest.raises(RendezvousError, match="what stands for rank 1 where the ranks meet is not what a rank says"):
-        _meet(_Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1))
+        _meet(Meeting(server, Identity(0, 2, server.address, True, b"secret"), 0, over, 1))
 
 
 @pytest.mark.parametrize(
@@ -429,11 +430,11 @@ def test_what_is_no_card_of_a_rank_is_refused(server, junk):
 )
 def test_what_is_no_word_of_a_host_is_refused(server, client, field, value):
     server.set("0/rank/0", card(os.getppid(), 2, HostProof.offer()))
-    good = rendezvous._HostCard([0, 1], [1, 2, 3], [], 0, "tcp")._asdict()
+    good = arrival.HostCard([0, 1], [1, 2, 3], [], 0, "tcp")._asdict()
     server.set("0/host/0", json.dumps({**good, field: value}))
     over = time.monotonic() + WAIT_S
     with pytest.raises(RendezvousError, match="what stands for the host of rank 0"):
-        _meet(_Meeting(client, Identity(1, 2, server.address, False, b"secret"), 0, over, 1))
+        _meet(Meeting(client, Identity(1, 2, server.address, False, b"secret"), 0, over, 1))
 
 
 INTERRUPTED = """
@@ -461,14 +462,14 @@ def test_others_are_told_of_ctrl_c(server, client):
 
 
 def test_others_that_have_joined_are_told_of_ctrl_c_too(server, monkeypatch):
-    agree = _Meeting.agree
+    agree = Meeting.agree
 
     def interrupt_rank_1(meeting):
         agree(meeting)
         if meeting.identity.rank == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Meeting, "agree", interrupt_rank_1)
+    monkeypatch.setattr(Meeting, "agree", interrupt_rank_1)
     membership, error = Ranks(server, 2).join()
     assert isinstance(error, KeyboardInterrupt)
     with Communicator(membership, timeout_s=WAIT_S) as comm, pytest.raises(PeerLostError, match="rank 1"):

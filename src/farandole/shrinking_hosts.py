@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import farandole._native as _native
 from farandole.call_records import CallRecord
 from farandole.errors import CollectiveTimeoutError, CommunicatorClosedError, RendezvousError
+from farandole.meeting import MeetingPlace, card_key
 from farandole.membership import Membership, Network
-from farandole.rendezvous import MeetingPlace, card_key, join_at
+from farandole.rendezvous import join_at
 from farandole.shrinking import ranks_in_words, words_of_ranks
 from farandole.store import StoreClient, StoreServer
 

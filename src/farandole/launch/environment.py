@@ -30,9 +30,10 @@ from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.launch.over_mpi import join_over_mpi, mpi_of_job
 from farandole.launch.under_torchrun import join_at_agent
+from farandole.meeting import Identity
 from farandole.membership import Membership, join_alone
 from farandole.mpi_lines import MpiLines
-from farandole.rendezvous import Identity, join
+from farandole.rendezvous import join
 
 __all__ = ["Seat", "join_job", "seat_from", "secret_from", "transport_from"]
 

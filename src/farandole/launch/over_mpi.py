@@ -18,8 +18,9 @@ from farandole.addresses import INTERFACE, own_addresses
 from farandole.connections import Transport
 from farandole.door import Address, knock
 from farandole.errors import RendezvousError
+from farandole.meeting import Identity
 from farandole.membership import Membership
-from farandole.rendezvous import Identity, join, next_meeting
+from farandole.rendezvous import join, next_meeting
 from farandole.store import StoreServer
 
 __all__ = ["join_over_mpi", "mpi_of_job"]
