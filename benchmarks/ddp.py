@@ -31,16 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.beside import (
     BACKENDS,
-    console,
     groups,
     parser_of,
-    print_machine,
     run_ranks,
-    save,
     say,
     slowest,
     summary,
 )
+from benchmarks.report import console, print_machine, save
 
 WAYS = ("DistributedDataParallel", "fully_shard")
 VOCABULARY, WIDTH, NUM_HEADS, NUM_LAYERS, LENGTH, BATCH = 1000, 320, 5, 8, 32, 2

@@ -31,16 +31,14 @@ from rich.text import Text
 
 from benchmarks.beside import (
     BACKENDS,
-    console,
     groups,
     parser_of,
-    print_machine,
     run_ranks,
-    save,
     say,
     slowest,
     summary,
 )
+from benchmarks.report import console, print_machine, save
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
 DEFAULT_SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.beside import console, machine, print_machine, save
 from benchmarks.command import among, parse_size, signals_interrupt
 from benchmarks.compare.run import run_all
 from benchmarks.compare.sweep import COLLECTIVES, Result, Settings
@@ -19,6 +18,7 @@ from benchmarks.lab.commands import ORDERS, SYSTEMS, commands_of
 from benchmarks.lab.laboratory import Laboratory, UnavailableError
 from benchmarks.lab.probe import probe
 from benchmarks.lab.report import print_results
+from benchmarks.report import console, machine, print_machine, save
 
 __all__ = ["lab", "main"]
 

@@ -31,6 +31,9 @@ def explain(
     dtype: Annotated[
         str, typer.Option(help="Of the elements; 16-bit floats are summed so that they round once.")
     ] = "float32",
+    wire_dtype: Annotated[
+        str | None, typer.Option(help="What float32 is rounded to between hosts: bfloat16 or int8.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say which algorithm farandole would choose for a call on this machine, and what each would cost.
@@ -44,9 +47,12 @@ def explain(
         farandole explain broadcast 64K -n 16 --json
         farandole explain all_reduce 16M --hosts 2x4
         farandole explain reduce 16M -n 4 --dtype bfloat16
+        farandole explain all_reduce 16M --hosts 2x4 --wire-dtype bfloat16
     """
     topology = topology_of(context, ranks, hosts)
-    explanation = explain_choice(collective, topology.world_size, size, load_calibration(), dtype, topology)
+    explanation = explain_choice(
+        collective, topology.world_size, size, load_calibration(), dtype, topology, wire_dtype
+    )
     if as_json:
         print(json.dumps(asdict(explanation), indent=2))
         return
