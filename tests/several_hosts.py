@@ -77,3 +77,15 @@ def start(hosts: Sequence[str], script: str, *arguments: str, **environment: str
 def run(hosts: Sequence[str], script: str, *arguments: str, **environment: str) -> list[tuple[int, str, str]]:
     """As `start`, and wait for the end."""
     return start(hosts, script, *arguments, **environment).wait()
+
+
+def on_all(world, body) -> list:
+    """What ``body(comm)`` returns on each rank, or the error that it raises."""
+
+    def call(comm):
+        try:
+            return body(comm)
+        except Exception as error:
+            return error
+
+    return world.run(call)

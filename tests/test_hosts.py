@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import several_hosts
-from several_hosts import LIMIT_S
+from several_hosts import LIMIT_S, on_all
 
 import farandole
 from farandole import (
@@ -35,18 +35,6 @@ from farandole.topology import Topology
 from farandole.wire_probe import measure
 
 TOPOLOGIES = ["1x2", "2x1", "2x2", "0,1,0,1", "1+2", "2+1+1", "0,1,2,0,1"]
-
-
-def on_all(world, body) -> list:
-    """What ``body(comm)`` returns on each rank, or the error that it raises."""
-
-    def call(comm):
-        try:
-            return body(comm)
-        except Exception as error:
-            return error
-
-    return world.run(call)
 
 
 def numbers(rank: int, count: int, dtype: str = "int64") -> np.ndarray:
@@ -364,7 +352,7 @@ def test_a_stopped_rank_is_named_at_the_timeout_and_holds_up_no_end():
         for rank in (0, 2):
             out, err = job.ranks[rank].communicate(timeout=LIMIT_S)
             assert "CollectiveTimeoutError" in out, err
-            assert "rank 1 has not arrived" in out
+            assert "; rank 1 does not answer, as if stopped or cut off: rank 1 has not arrived" in out
         job.ranks[1].send_signal(signal.SIGCONT)
         assert "rank 1 has not arrived" in job.ranks[1].communicate(timeout=LIMIT_S)[0]
     finally:

@@ -86,7 +86,8 @@ def test_hosts_that_are_cut_off_are_named_at_the_timeout(hosts, tmp_path):
         go_on.touch()
         for number, rank in enumerate(ranks):
             line = rank.stdout.readline().decode()
-            assert line.startswith("the timeout of 1 s is over")
+            assert line.startswith("the timeout of 1 s is over; ")
+            assert f"; rank {1 - number} does not answer, as if stopped or cut off: " in line
             assert f"rank {1 - number} has not arrived at collective number 2" in line
     finally:
         hosts.mend(1)

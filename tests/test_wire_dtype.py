@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import wire_reference
 from conftest import TIGHT
-from several_hosts import LIMIT_S
+from several_hosts import LIMIT_S, on_all
 from topologies import NAMED, random_topologies
 
 import farandole
@@ -30,18 +30,6 @@ def numbers(rank: int, count: int, seed: int = 0, magnitude: float = 1.0) -> np.
     random_numbers = np.random.default_rng((seed, rank))
     spread = np.exp2(random_numbers.integers(-6, 7, count))
     return (random_numbers.standard_normal(count) * spread * magnitude).astype("f4")
-
-
-def on_all(world, body) -> list:
-    """What ``body(comm)`` returns on each rank, or the error that it raises."""
-
-    def call(comm):
-        try:
-            return body(comm)
-        except Exception as error:
-            return error
-
-    return world.run(call)
 
 
 def same_bits(arrays) -> bool:

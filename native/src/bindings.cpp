@@ -422,9 +422,10 @@ NB_MODULE(_native, module) {
             return engine.has_ended(checked_rank(engine, rank));
           },
           "rank"_a)
-      .def("has_heard_all",
+      .def("silent",
            [](const Engine& engine) {
-             return engine.relay() == nullptr || engine.relay()->has_heard_all();
+             return engine.relay() == nullptr ? std::vector<std::uint32_t>()
+                                              : engine.relay()->silent();
            })
       .def("wire_bytes",
            [](const Engine& engine) {

@@ -177,11 +177,15 @@ bool Relay::has_ended(std::uint32_t peer) const noexcept {
   return peers_[peer]->has_ended.load(std::memory_order_acquire);
 }
 
-bool Relay::has_heard_all() const noexcept {
-  return std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) {
-    return !peer || peer->has_ended.load(std::memory_order_acquire) ||
-           peer->heard_all.load(std::memory_order_acquire);
-  });
+std::vector<std::uint32_t> Relay::silent() const {
+  std::vector<std::uint32_t> ranks;
+  for (const auto& peer : peers_) {
+    if (peer && !peer->has_ended.load(std::memory_order_acquire) &&
+        !peer->heard_all.load(std::memory_order_acquire)) {
+      ranks.push_back(peer->rank);
+    }
+  }
+  return ranks;
 }
 
 void Relay::tell() noexcept {

@@ -68,8 +68,9 @@ class Relay {
   bool is_gone(std::uint32_t peer, Traffic traffic) const noexcept;
   // Whether it has ended or closed, though not all that came from it need have been taken.
   bool has_ended(std::uint32_t peer) const noexcept;
-  // After an abort: whether all that ranks of other hosts had to say of it has come.
-  bool has_heard_all() const noexcept;
+  // After an abort: the ranks of other hosts from which not all has come that they have to say of
+  // it.
+  std::vector<std::uint32_t> silent() const;
   // Has the other hosts told soon of changed records.
   void tell() noexcept;
   // Bytes of segments sent to other hosts and received from there, in the form in which they

@@ -52,6 +52,7 @@ def explain_failure(
     call: Call | None,
     job_ranks: Sequence[int],
     stopped: Sequence[int],
+    silent: Sequence[int],
     host_names: Sequence[str],
 ) -> CommunicationError:
     """The error for a communicator that stopped.
@@ -65,14 +66,16 @@ def explain_failure(
         call: the collective that this rank was in, if any.
         job_ranks: per rank, its rank in the job.
         stopped: the ranks whose process is stopped, as by SIGSTOP or a debugger.
+        silent: the ranks of other hosts that do not answer.
         host_names: per rank; empty if all are on one host.
     """
     where = _who_is_where(records, messages, job_ranks, host_names)
+    why = _stopped_text(stopped) + _silence_text(silent)
     record, message = records[subject], messages[subject]
     if reason == Abort.MESSAGE_MISMATCH:
         return CollectiveMismatchError(_message_mismatch_text(subject, message, job_ranks))
     if reason == Abort.MESSAGE_TIMEOUT:
-        return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, stopped, where))
+        return CollectiveTimeoutError(_message_timeout_text(subject, rank, message, why, where))
     if reason == Abort.TOO_MANY_UNEXPECTED:
         return CommunicationError(
             f"rank {message.arrived_from} has sent rank {subject} more than it can keep until it receives it, in front "
@@ -81,7 +84,7 @@ def explain_failure(
     if reason == Abort.MISMATCH:
         return CollectiveMismatchError(_mismatch_text(rank, records, call, where))
     if reason == Abort.TIMEOUT:
-        return CollectiveTimeoutError(_timeout_text(subject, rank, records, stopped, where))
+        return CollectiveTimeoutError(_timeout_text(subject, rank, records, why, where))
     if reason == Abort.PEER_LOST:
         host = f" (on host {host_names[subject]})" if host_names else ""
         loss = _loss_text(f"rank {subject}{host}", record, message, is_near=not host_names)
@@ -159,10 +162,10 @@ def _odd_ones(records: Sequence[CallRecord]) -> str:
     return f" ({_ranks(odd)} not as the others)"
 
 
-def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], stopped: Sequence[int], where: str) -> str:
+def _timeout_text(subject: int, rank: int, records: Sequence[CallRecord], why: str, where: str) -> str:
     record = records[subject]
     whose = "" if subject == rank else f" on rank {subject}"
-    text = f"the timeout of {record.timeout_s:g} s is over{whose}{_stopped_text(stopped)}"
+    text = f"the timeout of {record.timeout_s:g} s is over{whose}{why}"
     late = [r for r, other in enumerate(records) if other.sequence < record.sequence]
     if late:
         has = "has" if len(late) == 1 else "have"
@@ -175,6 +178,13 @@ def _stopped_text(stopped: Sequence[int]) -> str:
         return ""
     is_ = "is" if len(stopped) == 1 else "are"
     return f"; the process of {_ranks(stopped)} {is_} stopped (by SIGSTOP or a debugger)"
+
+
+def _silence_text(silent: Sequence[int]) -> str:
+    if not silent:
+        return ""
+    does = "does" if len(silent) == 1 else "do"
+    return f"; {_ranks(silent)} {does} not answer, as if stopped or cut off"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -191,11 +201,11 @@ def _message_mismatch_text(dst: int, message: MessageRecord, job_ranks: Sequence
     return "\n".join([*lines, *_group_line(job_ranks)])
 
 
-def _message_timeout_text(subject: int, rank: int, message: MessageRecord, stopped: Sequence[int], where: str) -> str:
+def _message_timeout_text(subject: int, rank: int, message: MessageRecord, why: str, where: str) -> str:
     whose = "" if subject == rank else f" on rank {subject}"
     who = "no rank" if message.peer is None else f"rank {message.peer}"
     missing = f"{who} has {'' if message.peer is None else 'not '}{'received' if message.is_send else 'sent'}"
-    text = f"the timeout of {message.timeout_s:g} s is over{whose}{_stopped_text(stopped)}"
+    text = f"the timeout of {message.timeout_s:g} s is over{whose}{why}"
     return f"{text}: {missing}, in {message.describe()}\n{where}"
 
 

@@ -467,7 +467,7 @@ class Runner:
     def _error_of(self, status: int, subject: int, call: Call | None) -> CommunicationError:
         with self._lock:
             if self._failure is None:
-                self._hear_the_others()
+                silent = self._hear_the_others()
                 records = [CallRecord(*record) for record in self._engine.calls()]
                 messages = [MessageRecord(*record) for record in self._engine.messages()]
                 self._failure = explain_failure(
@@ -479,6 +479,7 @@ class Runner:
                     call=call,
                     job_ranks=self._job_ranks,
                     stopped=[rank for rank in range(len(records)) if self._is_stopped(rank)],
+                    silent=silent,
                     host_names=self._host_names,
                 )
                 self._write_flight_record(self._failure)
@@ -488,11 +489,12 @@ class Runner:
         """Whether somebody has stopped its process; of other hosts this is not known."""
         return self._is_on_this_host(rank) and _is_stopped(self._processes[rank])
 
-    def _hear_the_others(self) -> None:
-        """Let ranks on other hosts say what they were in when all ended; those that cannot, need not."""
+    def _hear_the_others(self) -> list[int]:
+        """Let ranks on other hosts say what they were in when all ended. Returns those that do not."""
         limit = time.monotonic() + _HEARING_S
-        while not self._engine.has_heard_all() and time.monotonic() < limit:
+        while (silent := self._engine.silent()) and time.monotonic() < limit:
             time.sleep(_PAUSE_S)
+        return silent
 
     def flight_record(self) -> list[FlightEntry]:
         """See `Communicator.flight_record`."""

@@ -50,9 +50,7 @@ def explain(
         farandole explain all_reduce 16M --hosts 2x4 --wire-dtype bfloat16
     """
     topology = topology_of(context, ranks, hosts)
-    explanation = explain_choice(
-        collective, topology.world_size, size, load_calibration(), dtype, topology, wire_dtype
-    )
+    explanation = explain_choice(collective, topology.world_size, size, load_calibration(), dtype, topology, wire_dtype)
     if as_json:
         print(json.dumps(asdict(explanation), indent=2))
         return
