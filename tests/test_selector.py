@@ -264,10 +264,10 @@ def test_all_ranks_and_groups_have_the_calibration_of_rank_0(own_cache, tmp_path
     script = tmp_path / "script.py"
     script.write_text(
         "import os, json, dataclasses\n"
-        "import farandole, farandole.rendezvous as rendezvous, farandole.calibration as calibration\n"
+        "import farandole, farandole.arrival as arrival, farandole.calibration as calibration\n"
         "rank = int(os.environ['RANK'])\n"
         "own = dataclasses.replace(calibration.SHIPPED, step_s=1.0 + rank, source=f'rank {rank}')\n"
-        "rendezvous.calibration_in_use = lambda: own\n"
+        "arrival.calibration_in_use = lambda: own\n"
         "with farandole.init() as comm, comm.split(0, key=-comm.rank) as group:\n"
         "    print(comm.explain('all_reduce', 8).calibration, group.explain('all_reduce', 8).calibration)\n"
     )

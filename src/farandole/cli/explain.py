@@ -45,7 +45,6 @@ def explain(
 
         farandole explain all_reduce 1M --ranks 4
         farandole explain broadcast 64K -n 16 --json
-        farandole explain all_reduce 16M --hosts 2x4
         farandole explain reduce 16M -n 4 --dtype bfloat16
         farandole explain all_reduce 16M --hosts 2x4 --wire-dtype bfloat16
     """
