@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 import farandole.torch_backend
+from farandole import arrival
 from farandole.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -1046,9 +1048,8 @@ def test_a_rank_meets_a_new_peer_at_a_new_store():
 def test_two_that_claim_one_rank_are_told_apart(monkeypatch):
     monkeypatch.setattr(group_module, "meeting_name", lambda *arguments: "now")
     store = dist.HashStore()
-    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set(
-        "0/rank/0", '{"process": 1, "world_size": 2, "arena": [1, 2, 3], "cores": [0], "calibration": null}'
-    )
+    other = arrival.Card(arrival.version(), 1, 2, [1, 0, "", "", ""], [0], None, "")
+    dist.PrefixStore("now", dist.PrefixStore("group/", store)).set("0/rank/0", json.dumps(other._asdict()))
     with pytest.raises(RendezvousError, match="two processes claim rank 0"):
         join(store, 0, 2, 1)
 
