@@ -18,7 +18,7 @@ import pytest
 import farandole
 from farandole.store import StoreServer
 
-CASES = 80
+CASES = 40
 CASES_PER_TEST = 20
 PHASES = ("before init", "after init", "in calls", "in background calls", "in a large call")
 JOIN_S = 60  # for a process that is about to end; only a failure takes so long

@@ -289,7 +289,7 @@ rank = int(os.environ["RANK"])
 if when == "before" and rank == lost:
     die()
 try:
-    comm = farandole.init(timeout_s=60 if when != "before" else 3)
+    comm = farandole.init(timeout_s=60 if when != "before" else 8)
     if when == "idle":
         if rank == lost:
             die()
@@ -323,10 +323,10 @@ def test_death_is_told_on_every_host(when, how):
 
 def test_a_rank_that_never_comes_is_named():
     done = several_hosts.run(["a", "b", "c"], DIES, "exit", "before", "2")
-    reason = "rank 0 waited 3 s; of 3 ranks these have not joined: 2"
+    reason = "rank 0 waited 8 s; of 3 ranks these have not joined: 2"
     for code, out, _ in done[:2]:
         assert code == 0
-        assert reason in out or "rank 1 waited 3 s; of 3 ranks these have not joined: 2" in out
+        assert reason in out or "rank 1 waited 8 s; of 3 ranks these have not joined: 2" in out
 
 
 STOPPED = """
