@@ -298,7 +298,6 @@ try:
     large = np.ones(20_000_000 if when == "large" else 10)
     if rank == lost and when in ("large", "small", "messages"):
         threading.Timer(0.05, die).start()
-    pause = time.monotonic()
     while True:
         if when == "messages":
             comm.recv(large, (lost) % comm.world_size) if rank != lost else time.sleep(1)
@@ -429,10 +428,6 @@ def test_a_group_that_cannot_be_watched_leaves_no_connection(monkeypatch):
 # -- who shares a host -------------------------------------------------------------------------------------------------
 
 
-def proof(host_id: str = "", name: str = "h") -> HostProof:
-    return HostProof.offer()._replace(host_id=host_id, host_name=name)
-
-
 def test_memory_is_shared_where_it_can_be_opened_and_holds_the_right_token():
     one, other = HostProof.offer(), HostProof.offer()
     try:
@@ -520,7 +515,7 @@ def test_ranks_meet_over_either_kind_of_address(interface):
 # -- doors -------------------------------------------------------------------------------------------------------------
 
 
-def connected(token: str = "t", ways_of=None) -> tuple[RankDoor, RankDoor]:
+def connected() -> tuple[RankDoor, RankDoor]:
     return tuple(RankDoor(rank, b"secret", addresses=["127.0.0.1"]) for rank in range(2))
 
 

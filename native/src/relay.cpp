@@ -168,6 +168,16 @@ void Relay::watch(int descriptor, std::uint32_t events, std::uint32_t rank) cons
   }
 }
 
+std::size_t Relay::Passage::next_bytes(const Label& label, std::size_t slot_bytes) const noexcept {
+  const std::uint64_t total = label.total_bytes & kBytesOfLabel;
+  return std::min<std::uint64_t>(segment_bytes(total, slot_bytes), total - position);
+}
+
+void Relay::Passage::pass(const Label& label, std::size_t bytes) noexcept {
+  position += bytes;
+  if (position == (label.total_bytes & kBytesOfLabel)) position = 0;
+}
+
 bool Relay::is_gone(std::uint32_t peer, Traffic traffic) const noexcept {
   const Lane& lane = peers_[peer]->lanes[static_cast<std::size_t>(traffic)];
   return lane.is_over.load(std::memory_order_acquire);
@@ -224,15 +234,18 @@ void Relay::serve() noexcept {
       }
     }
   } catch (const std::bad_alloc&) {
-    std::uint64_t none = 0;
-    arena_->header().abort.compare_exchange_strong(
-        none, std::uint64_t{rank_} << 32 | static_cast<std::uint32_t>(Abort::out_of_memory),
-        std::memory_order_acq_rel);
-    ring_all(*arena_);
+    abort(std::uint64_t{rank_} << 32 | static_cast<std::uint32_t>(Abort::out_of_memory));
   }
   for (const auto& peer : peers_) {
     if (peer) lose(*peer);
   }
+}
+
+// As Engine::abort, of what is packed already.
+void Relay::abort(std::uint64_t packed) const noexcept {
+  std::uint64_t none = 0;
+  arena_->header().abort.compare_exchange_strong(none, packed, std::memory_order_acq_rel);
+  ring_all(*arena_);
 }
 
 std::chrono::milliseconds Relay::lingering() const noexcept {
@@ -275,9 +288,7 @@ void Relay::look_at_sockets(std::chrono::milliseconds limit) noexcept {
 bool Relay::pass() {
   const bool due = records_due_.exchange(false, std::memory_order_seq_cst);
   const bool is_aborted = arena_->header().abort.load(std::memory_order_acquire) != 0;
-  if (due || (is_aborted && last_records_.is_last == 0)) {
-    look_at_records();
-  } else if (const auto now = Clock::now(); now >= next_look_) {
+  if (due || (is_aborted && last_records_.is_last == 0) || Clock::now() >= next_look_) {
     look_at_records();
   }
   bool moved = false;
@@ -293,7 +304,7 @@ bool Relay::pass() {
 // -- sending
 
 bool Relay::send_to(Peer& peer) {
-  if (!peer.writable || !choose_frame(peer)) return false;
+  if (!choose_frame(peer)) return false;
   Frame& frame = *peer.departing;
   std::array<iovec, 2> parts;
   std::size_t num_parts = 0;
@@ -378,9 +389,7 @@ bool Relay::choose_frame(Peer& peer) {
 void Relay::load_segment(Peer& peer, Kind kind, Frame& frame) {
   const Lane& lane = peer.lanes[static_cast<std::size_t>(kind)];
   const Label& label = lane.outgoing.label();
-  const std::uint64_t total = label.total_bytes & kBytesOfLabel;
-  const std::size_t bytes =
-      std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.position);
+  const std::size_t bytes = lane.sent.next_bytes(label, slot_bytes_);
   frame.kind = kind;
   frame.label = {label.fingerprint, label.total_bytes, 0};
   frame.bytes = static_cast<std::uint32_t>(encoded_bytes(frame.form(), bytes));
@@ -404,8 +413,7 @@ void Relay::finish_frame(Peer& peer) {
   }
   if (frame.kind != Kind::collectives && frame.kind != Kind::messages) return;
   Lane& lane = peer.lanes[static_cast<std::size_t>(frame.kind)];
-  lane.position += *decoded_bytes(frame.form(), frame.bytes);
-  if (lane.position == (frame.label.total_bytes & kBytesOfLabel)) lane.position = 0;
+  lane.sent.pass(frame.label, *decoded_bytes(frame.form(), frame.bytes));
   ++lane.in_flight;
   lane.outgoing.release();
   add(bytes_sent_, frame.bytes);
@@ -514,16 +522,14 @@ bool Relay::accept_frame(Peer& peer, const Frame& frame) {
 // reads it relies on its size.
 bool Relay::is_next(Lane& lane, const Frame& frame) const noexcept {
   const Label& label = frame.label;
-  if (lane.arrived == 0) lane.arriving = label;
-  const std::uint64_t total = label.total_bytes & kBytesOfLabel;
+  if (lane.arrived.position == 0) lane.arriving = label;
   const std::uint64_t bytes = *decoded_bytes(frame.form(), frame.bytes);
   if (label.fingerprint != lane.arriving.fingerprint ||
       label.total_bytes != lane.arriving.total_bytes || label.heap_position != 0 ||
-      bytes != std::min<std::uint64_t>(segment_bytes(total, slot_bytes_), total - lane.arrived)) {
+      bytes != lane.arrived.next_bytes(label, slot_bytes_)) {
     return false;
   }
-  lane.arrived += bytes;
-  if (lane.arrived == total) lane.arrived = 0;
+  lane.arrived.pass(label, bytes);
   return true;
 }
 
@@ -552,13 +558,9 @@ void Relay::deliver(Peer& peer) {
       mirror(peer.rank, peer.records);
       if (peer.records.is_last != 0) peer.heard_all.store(true, std::memory_order_release);
       return;
-    case Kind::abort: {
-      std::uint64_t none = 0;
-      arena_->header().abort.compare_exchange_strong(none, frame.label.fingerprint,
-                                                     std::memory_order_acq_rel);
-      ring_all(*arena_);
+    case Kind::abort:
+      abort(frame.label.fingerprint);
       return;
-    }
     case Kind::close:
       arena_->rank(peer.rank).closed.store(1, std::memory_order_release);
       if (closing_.load(std::memory_order_seq_cst) && !peer.has_closed) {

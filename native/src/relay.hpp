@@ -123,17 +123,23 @@ class Relay {
     Frame frame;
     std::vector<std::byte> data;
   };
+  // How far a publication has come that travels segment by segment.
+  struct Passage {
+    std::uint64_t position = 0;  // of the next segment in it
+
+    std::size_t next_bytes(const Label& label, std::size_t slot_bytes) const noexcept;
+    void pass(const Label& label, std::size_t bytes) noexcept;
+  };
   // One kind of traffic with one rank.
   struct Lane {
     Reader outgoing;
     Writer incoming;
-    std::uint64_t position = 0;   // of the next segment in the publication that it is a part of
+    Passage sent;
     std::uint64_t in_flight = 0;  // segments sent that the other rank has not taken
     std::uint64_t credited = 0;   // segments that the other relay knows to be taken here
     std::deque<Kept> kept;
-    // Of what arrives: the publication, and where in it the next segment is.
-    Label arriving;
-    std::uint64_t arrived = 0;
+    Label arriving;  // of the publication
+    Passage arrived;
     std::atomic<bool> is_over{false};  // release, by the relay's thread; acquire
   };
   struct Peer {
@@ -192,6 +198,7 @@ class Relay {
   void sleep();
   void look_at_sockets(std::chrono::milliseconds limit) noexcept;
   bool is_through() const noexcept;
+  void abort(std::uint64_t packed) const noexcept;
   std::chrono::milliseconds lingering() const noexcept;
   void watch(int descriptor, std::uint32_t events, std::uint32_t rank) const;
 

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "kernels.hpp"
 #include "numbers.hpp"
 
 namespace farandole::testing {
@@ -244,6 +245,15 @@ inline Bytes reduce_all(DType dtype, ReduceOp op, const std::vector<Bytes>& srcs
     }
     return result;
   });
+}
+
+inline std::vector<InstructionSet> available_instruction_sets() {
+  std::vector<InstructionSet> available;
+  for (auto isa : {InstructionSet::baseline, InstructionSet::neon, InstructionSet::avx2,
+                   InstructionSet::avx512}) {
+    if (is_available(isa)) available.push_back(isa);
+  }
+  return available;
 }
 
 }  // namespace farandole::testing

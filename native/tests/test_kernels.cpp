@@ -65,15 +65,6 @@ std::vector<Bytes> operands(DType dtype, std::size_t num_srcs, std::size_t count
 
 // ---- Calling a kernel -------------------------------------------------------------------------
 
-std::vector<InstructionSet> available_instruction_sets() {
-  std::vector<InstructionSet> available;
-  for (auto isa : {InstructionSet::baseline, InstructionSet::neon, InstructionSet::avx2,
-                   InstructionSet::avx512}) {
-    if (is_available(isa)) available.push_back(isa);
-  }
-  return available;
-}
-
 std::vector<ReduceOp> ops_of(DType dtype) {
   std::vector<ReduceOp> ops;
   for (std::uint8_t op = 0; op < num_reduce_ops; ++op) {

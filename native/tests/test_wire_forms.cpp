@@ -24,15 +24,6 @@ using Floats = std::vector<float>;
 constexpr WireForm kForms[] = {WireForm::bfloat16, WireForm::int8};
 constexpr std::size_t kCounts[] = {0, 1, 2, 3, 17, 255, 256, 257, 511, 512, 513, 1000, 4099};
 
-std::vector<InstructionSet> available_instruction_sets() {
-  std::vector<InstructionSet> available;
-  for (auto isa : {InstructionSet::baseline, InstructionSet::neon, InstructionSet::avx2,
-                   InstructionSet::avx512}) {
-    if (is_available(isa)) available.push_back(isa);
-  }
-  return available;
-}
-
 float from_bits(std::uint32_t bits) { return std::bit_cast<float>(bits); }
 
 bool are_same(const Floats& a, const Floats& b) {

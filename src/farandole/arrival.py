@@ -84,7 +84,11 @@ class Arrival:
             "host", json.dumps(HostCard(mates, offer, [*way.addresses], way.port, identity.transport.name)._asdict())
         )
         others = [_read_host_card(rank, text) for rank, text in enumerate(meeting.get_all("host", "found its host"))]
-        _require_one_transport([card.transport for card in others])
+        _require_alike(
+            "the ranks disagree on FARANDOLE_TRANSPORT",
+            [card.transport for card in others],
+            "; set it alike on all (Open MPI hands it to other hosts with mpirun -x FARANDOLE_TRANSPORT)",
+        )
         topology = topology_from([card.mates for card in others], proofs)
         arena = arena or map_arena(*others[mates[0]].arena)
         network = None
@@ -142,21 +146,13 @@ def version() -> str:
         return "that is not installed"
 
 
-def _require_alike(problem: str, values: Sequence[Any]) -> None:
+def _require_alike(problem: str, values: Sequence[Any], remedy: str = "") -> None:
     if len(set(values)) > 1:
-        raise RendezvousError(f"{problem}: {dict(enumerate(values))}")
+        raise RendezvousError(f"{problem}: {dict(enumerate(values))}{remedy}")
 
 
 def _cores_of(ranks: Sequence[int], cards: Sequence[Card]) -> int:
     return len(set().union(*(cards[rank].cores for rank in ranks)))
-
-
-def _require_one_transport(names: Sequence[str]) -> None:
-    if len(set(names)) > 1:
-        raise RendezvousError(
-            f"the ranks disagree on FARANDOLE_TRANSPORT: {dict(enumerate(names))}; set it alike on all (Open MPI hands "
-            f"it to other hosts with mpirun -x FARANDOLE_TRANSPORT)"
-        )
 
 
 def _warn_without_secret(store_host: str, topology: Topology) -> None:
@@ -221,10 +217,7 @@ def read_card(rank: int, text: str) -> Card:
         is_sound &= type(card.secret) is str and type(card.version) is str
     except (TypeError, ValueError, RecursionError):
         is_sound = False
-    if not is_sound:
-        raise RendezvousError(
-            f"what stands for rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
-        )
+    _require_sound(is_sound, f"for rank {rank}", "not what a rank says", text)
     return card
 
 
@@ -239,10 +232,7 @@ def _read_host_card(rank: int, text: str) -> HostCard:
         )
     except (TypeError, ValueError, LookupError, RecursionError):
         is_sound = False
-    if not is_sound:
-        raise RendezvousError(
-            f"what stands for the host of rank {rank} where the ranks meet is not what a rank says: {text[:99]!r}"
-        )
+    _require_sound(is_sound, f"for the host of rank {rank}", "not what a rank says", text)
     return card
 
 
@@ -252,11 +242,13 @@ def _read_figures(rank: int, text: str) -> list[float]:
         is_sound = len(figures) in (0, 2) and all(type(one) is float and 0 < one < 1e15 for one in figures)
     except (TypeError, ValueError, RecursionError):
         is_sound = False
-    if not is_sound:
-        raise RendezvousError(
-            f"what stands for the wire of rank {rank} where the ranks meet is no measure: {text[:99]!r}"
-        )
+    _require_sound(is_sound, f"for the wire of rank {rank}", "no measure", text)
     return [*figures]
+
+
+def _require_sound(is_sound: bool, whose: str, what: str, text: str) -> None:
+    if not is_sound:
+        raise RendezvousError(f"what stands {whose} where the ranks meet is {what}: {text[:99]!r}")
 
 
 def _are_numbers(values: Sequence[Any], limit: int) -> bool:

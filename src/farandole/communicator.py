@@ -33,7 +33,7 @@ from farandole.selector import Explanation, explain
 from farandole.status import serve_status
 from farandole.work import Work, require_timeout
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Communicator", "is_whole"]
 
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _REDUCE, _GATHER, _SCATTER, _ALL_TO_ALL, _BARRIER = range(9)
 
@@ -591,11 +591,11 @@ class Communicator:
             CommunicationError as in `all_reduce`.
         """
         with self._refusals["split"]:
-            if color is not None and not _is_whole(color, 0):
+            if color is not None and not is_whole(color, 0):
                 raise ArgumentError(f"color is {color!r}; it must be a whole number >= 0, or None to join no group")
             if timeout_s is not None:
                 require_timeout("timeout_s", timeout_s)
-            if not _is_whole(key):
+            if not is_whole(key):
                 raise ArgumentError(f"key is {key!r}; it must be a whole number")
         wishes = self._exchange("split", [-1 if color is None else color, key])
         members = sorted((wish_key, rank) for rank, (wish, wish_key) in enumerate(wishes) if wish == color)
@@ -802,11 +802,11 @@ class Communicator:
         return rows
 
     def _require_rank(self, name: str, rank: int) -> None:
-        if not _is_whole(rank, 0) or rank >= self.world_size:
+        if not is_whole(rank, 0) or rank >= self.world_size:
             raise ArgumentError(f"{name} is {rank!r}; the ranks of this communicator are 0..{self.world_size - 1}")
 
     def _require_tag(self, tag: int) -> None:
-        if not _is_whole(tag):
+        if not is_whole(tag):
             raise ArgumentError(f"tag is {tag!r}; it must be a whole number")
 
     def _require_peer(self, name: str, rank: int) -> None:
@@ -835,7 +835,7 @@ class _Refusals:
             self._runner.refuse(self._name, error)
 
 
-def _is_whole(value: Any, minimum: int = -(2**63)) -> bool:
+def is_whole(value: Any, minimum: int = -(2**63)) -> bool:
     """Whether ``value`` is a whole number that fits 64 bits, and no less than ``minimum``."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and minimum <= int(value) < 2**63
 

@@ -37,6 +37,7 @@ result, for all_to_all all that one rank sends, its own part included.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -265,11 +266,12 @@ def _is_crowded(traffic: Traffic, crosses: Booleans, host_of: Integers) -> Integ
     pairs = host_of[traffic.src[crosses]] * num_hosts + host_of[traffic.dst[crosses]]
     before: Integers | None = None
     steps = traffic.step[crosses]
-    for step in np.unique(steps).tolist():
-        partners = np.unique(pairs[steps == step])
+    bounds = np.append(first_of_each(steps), len(steps)).tolist()
+    for start, end in itertools.pairwise(bounds):
+        partners = np.unique(pairs[start:end])
         senders, receivers = partners // num_hosts, partners % num_hosts
         is_one_to_one = len(np.unique(senders)) == len(np.unique(receivers)) == len(partners)
-        crowded[step] = not is_one_to_one or (before is not None and not np.array_equal(before, partners))
+        crowded[steps[start]] = not is_one_to_one or (before is not None and not np.array_equal(before, partners))
         before = partners
     return crowded
 

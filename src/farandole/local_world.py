@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
-
-from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
+from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator, is_whole
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError
 from farandole.membership import join_threads
 from farandole.rendezvous import MAX_WORLD_SIZE
@@ -112,8 +110,7 @@ def local(world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, hosts: str |
     Raises:
         ArgumentError: world_size is not a whole number from 1 to `MAX_WORLD_SIZE`, or hosts are of other ranks.
     """
-    is_whole = isinstance(world_size, (int, np.integer)) and not isinstance(world_size, bool)
-    if not is_whole or not 1 <= world_size <= MAX_WORLD_SIZE:
+    if not is_whole(world_size, 1) or world_size > MAX_WORLD_SIZE:
         raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
     if not isinstance(hosts, (str, Topology, type(None))):
         raise ArgumentError(f"hosts is {hosts!r}; it must be a Topology, or text such as '2x2'")

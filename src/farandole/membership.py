@@ -64,17 +64,24 @@ class Membership:
 
     def is_on_this_host(self, rank: int) -> bool:
         """Whether ``rank`` shares memory with this rank."""
-        return rank in self.mates
+        return self.network is None or self.network.topology.share_a_host(rank, self.rank)
 
     @property
     def topology(self) -> Topology:
         """Which ranks share a host."""
         return Topology.one_host(self.world_size) if self.network is None else self.network.topology
 
-    @property
-    def mates(self) -> tuple[int, ...]:
-        """The ranks of this host, this one included."""
-        return self.topology.ranks_on(self.topology.host_of[self.rank])
+    def among(self, ranks: Sequence[int], arena: _native.Arena, network: Network | None = None) -> Membership:
+        """This rank's place in a new group of ``ranks`` of this one, in that order."""
+        return Membership(
+            ranks.index(self.rank),
+            len(ranks),
+            arena,
+            tuple(self.processes[rank] for rank in ranks),
+            tuple(self.job_ranks[rank] for rank in ranks),
+            self.calibration,
+            network,
+        )
 
     def make_engine(self, **tuning: int) -> _native.Engine:
         """This rank's engine; once, as it takes over what this holds open."""
@@ -226,15 +233,7 @@ class _Founding:
                 token,
                 self._door.connect(token, ways, time.monotonic() + timeout_s, require_going),
             )
-        return Membership(
-            ranks.index(old.rank),
-            len(ranks),
-            arena,
-            tuple(old.processes[rank] for rank in ranks),
-            tuple(old.job_ranks[rank] for rank in ranks),
-            old.calibration,
-            network,
-        )
+        return old.among(ranks, arena, network)
 
     def close(self) -> None:
         """Nobody comes any more."""

@@ -25,9 +25,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from farandole.communicator import Communicator
+from farandole.communicator import Communicator, is_whole
 from farandole.errors import ArgumentError, RendezvousError
 from farandole.job import default_timeout_s
 from farandole.launch.environment import transport_from
@@ -58,7 +56,7 @@ class Group:
     """
 
     def __init__(self, world_size: int) -> None:
-        if not _is_whole(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
+        if not is_whole(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
         import ray
 
@@ -83,7 +81,7 @@ class Group:
                 is this rank, or the driver has ended.
             ArgumentError: there is no such rank, or the timeout is not a positive number.
         """
-        if not _is_whole(rank) or not 0 <= rank < self.world_size:
+        if not is_whole(rank) or not 0 <= rank < self.world_size:
             raise ArgumentError(f"rank is {rank!r}; it must be a whole number in 0..{self.world_size - 1}")
         timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
         place, address = _Place(self._board), _address_of_node()
@@ -166,7 +164,3 @@ def _address_of_node() -> str:
 
     address: str = ray.util.get_node_ip_address()
     return address
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

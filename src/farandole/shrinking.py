@@ -118,7 +118,7 @@ class _Shrinking:
             present = [rank for rank in self._others if engine.board(rank)[_PRESENT] and not engine.is_gone(rank)]
             members = sorted([self._own, *present])
             arena, nonce = create_arena(len(members))
-            group = self._group(members, arena)
+            group = self._old.among(members, arena)
             parts = words_of_ranks(members, self._old.world_size)
             for word, value in enumerate([os.getpid(), arena.descriptor, nonce, *parts], _PROCESS):
                 engine.write_board(word, value)
@@ -162,7 +162,7 @@ class _Shrinking:
             return
         try:
             arena = map_arena(board[_PROCESS], board[_DESCRIPTOR], board[_NONCE])
-            self._mapped[leader] = self._group(members, arena)
+            self._mapped[leader] = self._old.among(members, arena)
         except RendezvousError:
             limit = time.monotonic() + _ENDING_S  # a process that ends closes its files before it is seen to have ended
             while time.monotonic() < limit:
@@ -186,14 +186,3 @@ class _Shrinking:
         del self._mapped[leader]
         group.arena.close_descriptor()
         return group
-
-    def _group(self, members: list[int], arena: _native.Arena) -> Membership:
-        old = self._old
-        return Membership(
-            members.index(old.rank),
-            len(members),
-            arena,
-            tuple(old.processes[rank] for rank in members),
-            tuple(old.job_ranks[rank] for rank in members),
-            old.calibration,
-        )

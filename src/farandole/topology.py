@@ -93,6 +93,10 @@ class Topology:
         """Ranks on the largest host, R."""
         return max(map(len, self._ranks))
 
+    def share_a_host(self, rank: int, other: int) -> bool:
+        """Whether two ranks do."""
+        return self.host_of[rank] == self.host_of[other]
+
     def ranks_on(self, host: int) -> tuple[int, ...]:
         """The ranks on ``host``, in order; local rank i is the i-th."""
         return self._ranks[host]
