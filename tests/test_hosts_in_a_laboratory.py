@@ -21,7 +21,9 @@ def hosts():
         pytest.skip(str(error))
 
 
-def start(hosts: Laboratory, places: list[int], script: str, **environment: str) -> list[subprocess.Popen]:
+def start(
+    hosts: Laboratory, places: list[int], script: str, **environment: str
+) -> list[subprocess.Popen]:
     """A rank at each of ``places``."""
     job = {
         "WORLD_SIZE": str(len(places)),
@@ -123,6 +125,42 @@ def test_the_ranks_of_a_host_go_on_without_the_other(hosts):
         assert out.endswith(b"2 2.0 None\n"), err
     for rank in ranks:
         rank.communicate()
+
+
+VANISHES = """
+import os, time, numpy as np, farandole
+from farandole import connections
+connections._IDLE_S, connections._PROBE_S, connections._NUM_PROBES = 1, 1, 2  # in place of a minute
+comm = farandole.init(timeout_s=60)
+comm.barrier()
+print("met", flush=True)
+while not os.path.exists(os.environ["GO_ON"]):
+    time.sleep(0.01)
+try:
+    while True:
+        comm.all_reduce(np.ones(100_000))
+except farandole.PeerLostError as error:
+    print(str(error).splitlines()[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("in_traffic", [False, True])
+def test_a_host_that_vanishes_without_a_word_is_lost_before_the_timeout(hosts, in_traffic, tmp_path):
+    go_on = tmp_path / "go on"
+    if in_traffic:
+        go_on.touch()
+    ranks = start(hosts, [0, 1], VANISHES, GO_ON=str(go_on))
+    for rank in ranks:
+        assert rank.stdout.readline() == b"met\n"
+    hosts.cut(1)
+    try:
+        go_on.touch()
+        for number, rank in enumerate(ranks):
+            out, err = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode == 0, err
+            assert f"rank {1 - number} (on host host{1 - number})" in out.decode(), err
+    finally:
+        hosts.mend(1)
 
 
 def test_an_interface_is_chosen_by_name(hosts):

@@ -8,10 +8,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from farandole.connections import RankDoor
+from farandole.door import Door, knock
+from farandole.errors import RendezvousError
 from farandole.store import StoreClient, StoreServer
 
 NUM_INPUTS = 10_000
@@ -82,13 +86,13 @@ class RankPort:
         self.door.close()
 
 
-def recorded(port) -> bytes:
-    """What somebody who knows the secret says, word for word."""
-    said = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as between:
+@contextlib.contextmanager
+def between(port, said: bytearray) -> Iterator[int]:
+    """A port that passes on, both ways, what one guest and the door say; ``said`` takes the guest's words."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def forward() -> None:
-            client, _ = between.accept()
+            client, _ = listener.accept()
             with client, socket.create_connection(port.address) as server:
                 answers = threading.Thread(target=pump, args=(server, client, bytearray()))
                 answers.start()
@@ -97,8 +101,15 @@ def recorded(port) -> bytes:
 
         thread = threading.Thread(target=forward)
         thread.start()
-        port.come_in(between.getsockname()[1])
+        yield listener.getsockname()[1]
         thread.join(WAIT_S)
+
+
+def recorded(port) -> bytes:
+    """What somebody who knows the secret says, word for word."""
+    said = bytearray()
+    with mock.patch("farandole.door._bound_to", lambda _, secret: secret), between(port, said) as number:
+        port.come_in(number)
     return bytes(said)
 
 
@@ -124,6 +135,28 @@ def junk(choice: random.Random, genuine: bytes) -> bytes:
     if kind == 3 and cut:
         cut[choice.randrange(len(cut))] ^= 1 << choice.randrange(8)
     return bytes(cut)
+
+
+def test_whoever_passes_on_what_ranks_say_to_one_another_lets_nobody_in():
+    said = bytearray()
+    with contextlib.closing(RankPort()) as port, contextlib.closing(RankDoor(1, b"secret", addresses=["::1"])) as other:
+        with between(port, said) as number, pytest.raises(RendezvousError, match=f"port {number}: "):
+            other.connect("t", [port.door.way._replace(port=number), None], time.monotonic() + 0.1, lambda: None)
+        assert said  # it was heard
+        assert port.num_refused() == 1
+        port.check()
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "address"),
+    [("", "127.0.0.1"), ("", "::1"), ("", "::ffff:127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
+)
+def test_a_bound_door_lets_in_by_each_of_its_addresses(listens_on, address):
+    came = threading.Event()
+    door = Door((listens_on, 0), b"secret", lambda _: came.set(), bound=True)
+    with contextlib.closing(door):
+        knock((address, door.address[1]), b"secret", WAIT_S, bound=True).close()
+        assert came.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("kind", [StorePort, RankPort])

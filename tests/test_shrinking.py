@@ -482,6 +482,7 @@ while True:
         comm.all_reduce(np.arange(choice.choice([3, 300_000])) * 1.0)
     except farandole.PeerLostError:
         comm = comm.shrink(timeout=30)
+        choice = random.Random(seed)  # some may have drawn once more than others, whose last call had failed
 """
 
 

@@ -111,7 +111,7 @@ class RankDoor:
         self._expected: frozenset[int] = frozenset()
         self._changed = threading.Condition()  # guards the three
         found = tuple(own_addresses(os.environ, toward) if addresses is None else addresses)
-        self._door = Door((found[0] if len(found) == 1 else "", 0), secret, self._welcome)
+        self._door = Door((found[0] if len(found) == 1 else "", 0), secret, self._welcome, bound=True)
         self.way = Way(found, self._door.address[1])
 
     def connect(
@@ -213,7 +213,7 @@ class RankDoor:
             time.sleep(_PAUSE_S)
 
     def _greet(self, rank: int, address: tuple[str, int], seconds: float) -> int:
-        with contextlib.closing(knock(address, self._secret, seconds)) as connection:
+        with contextlib.closing(knock(address, self._secret, seconds, bound=True)) as connection:
             connection.send_bytes(json.dumps(_greeting(self._token or "", self._rank)).encode())
             if not connection.poll(max(seconds, HANDSHAKE_S)):
                 raise OSError("it does not answer")

@@ -3,6 +3,10 @@
 Connections are those of `multiprocessing.connection`, whose challenge-response over the secret (HMAC, both ways) comes
 before anything else is read. Whoever connects and proves nothing costs little: it is dropped after 10 seconds, and
 earlier if others come that have proved nothing either.
+
+A stranger who knows no secret could still listen where a guest looks for a door, and pass on what both say to the real
+one. Behind a *bound* door the proof is therefore of the address too: the guest proves that it came where it went, which
+is not where the door is. Only a door that no other address stands for can be bound.
 """
 
 from __future__ import annotations
@@ -10,12 +14,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import hmac
+import ipaddress
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from farandole.errors import RendezvousError
 
@@ -37,6 +44,7 @@ class Door:
         address: host and port to listen on; an empty host is all of this machine's addresses, port 0 a free one.
         secret: what who comes in must prove that it knows.
         welcome: called with each connection that has, in a thread of its own; the connection is closed when it returns.
+        bound: whether the proof is of the address too by which a guest comes.
 
     Attributes:
         address: where it listens.
@@ -46,8 +54,11 @@ class Door:
         RendezvousError: the address cannot be listened on.
     """
 
-    def __init__(self, address: Address, secret: bytes, welcome: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, address: Address, secret: bytes, welcome: Callable[[Connection], None], *, bound: bool = False
+    ) -> None:
         self._secret = secret
+        self._bound = bound
         self._welcome = welcome
         self._closing = threading.Event()
         self._unproved: dict[Connection, None] = {}  # oldest first
@@ -88,10 +99,13 @@ class Door:
                 self._closing.wait(_RETRY_S)
                 continue
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is said here is short, and waited for
+            secret = _bound_to(stream.getsockname(), self._secret) if self._bound else self._secret
             connection = Connection(stream.detach())
             self._admit(connection)
             try:
-                threading.Thread(target=self._serve, args=(connection,), name="farandole-guest", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(connection, secret), name="farandole-guest", daemon=True
+                ).start()
             except RuntimeError:  # there can be no more threads now; an honest client comes again
                 self._dismiss(connection)
                 connection.close()
@@ -109,9 +123,9 @@ class Door:
         with self._unproved_lock:
             self._unproved.pop(connection, None)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, secret: bytes) -> None:
         with contextlib.closing(connection), _known(connection):
-            is_trusted = self._is_trusted(connection)
+            is_trusted = _is_trusted(connection, secret)
             self._dismiss(connection)
             if is_trusted:
                 self._welcome(connection)
@@ -119,14 +133,23 @@ class Door:
                 with self._unproved_lock:
                     self.num_refused += 1
 
-    def _is_trusted(self, connection: Connection) -> bool:
-        try:
-            with _limited(connection, HANDSHAKE_S):
-                deliver_challenge(connection, self._secret)
-                answer_challenge(connection, self._secret)
-        except Exception:  # whatever a stranger's bytes lead to
-            return False
-        return True
+
+def _is_trusted(connection: Connection, secret: bytes) -> bool:
+    try:
+        with _limited(connection, HANDSHAKE_S):
+            deliver_challenge(connection, secret)
+            answer_challenge(connection, secret)
+    except Exception:  # whatever a stranger's bytes lead to
+        return False
+    return True
+
+
+def _bound_to(address: Sequence[Any], secret: bytes) -> bytes:
+    """A secret for one end of a connection alone: ``address`` is the door's, as either side knows it."""
+    host = ipaddress.ip_address(address[0])
+    if isinstance(host, ipaddress.IPv6Address):
+        host = host.ipv4_mapped or host
+    return hmac.digest(secret, f"{host} {address[1]}".encode(), "sha256")
 
 
 _guests: set[Connection] = set()
@@ -152,8 +175,8 @@ atexit.register(_shut_down_guests)
 os.register_at_fork(after_in_child=_guests.clear)  # they are the parent's
 
 
-def knock(address: Address, secret: bytes, seconds: float) -> Connection:
-    """A connection to the door at ``address``, both ends of which have proved the secret.
+def knock(address: Address, secret: bytes, seconds: float, *, bound: bool = False) -> Connection:
+    """A connection to the door at ``address``, both ends of which have proved the secret; ``bound`` as the door is.
 
     Raises:
         AuthenticationError: who answers has another secret.
@@ -163,6 +186,8 @@ def knock(address: Address, secret: bytes, seconds: float) -> Connection:
     with socket.create_connection(address, timeout=max(_RETRY_S, seconds)) as stream:
         stream.settimeout(None)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if bound:
+            secret = _bound_to(stream.getpeername(), secret)
         connection = Connection(stream.detach())
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
