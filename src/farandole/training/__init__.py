@@ -1,0 +1,24 @@
+"""Training on several ranks: data parallelism, and the sharding of what it replicates.
+
+Everything here is written on `torch.distributed` alone, so it runs on any backend: farandole, gloo or nccl.
+"""
+
+from __future__ import annotations
+
+from farandole.training.data_parallel import DataParallel
+from farandole.training.errors import (
+    CheckpointError,
+    DifferentModelsError,
+    NotGatheredError,
+    SparseGradientError,
+    UnusedParametersError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "DataParallel",
+    "DifferentModelsError",
+    "NotGatheredError",
+    "SparseGradientError",
+    "UnusedParametersError",
+]

@@ -1,0 +1,324 @@
+"""Data parallelism: each rank has all parameters, and sees another part of the batch.
+
+The gradients of all ranks are summed in buckets while backward goes on (see `farandole.training.gradient_sync`), and
+each parameter's ``grad`` is then a view into its bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from farandole.errors import ArgumentError
+from farandole.training.arguments import (
+    device_of,
+    group_or_world,
+    require_choice,
+    require_dense,
+    require_size,
+    require_wire_dtype,
+)
+from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
+from farandole.training.gradient_sync import Bucket, GradientSync, Round
+from farandole.training.layout import Layout, into_buckets
+from farandole.training.memory import zeros
+from farandole.training.replicas import broadcast, buffers_of, require_same_model
+from farandole.training.summing import Pending, Summing
+
+__all__ = ["DataParallel"]
+
+_MEASURED_ROUND = 2
+"""The backward whose order and times buckets are made of: the first one also warms up."""
+
+
+class DataParallel(nn.Module, Joinable):
+    """Trains copies of a module, one per rank, with the gradients of all.
+
+    When ``backward`` returns, every parameter's ``grad`` is the same on all ranks: the mean over ranks of what each has
+    accumulated since gradients were last set to None, so any optimizer goes on as on one process. Ranks whose batches
+    are of different sizes get what one process would compute on all of them if each scales its loss to its share, as
+    with ``reduction="sum"`` and the loss divided by the size of the whole batch.
+
+    Parameters and buffers of rank 0 are copied to all ranks here, and buffers again before the first forward after each
+    step. All ranks call ``forward`` and ``backward`` equally often; see `join` if they cannot.
+
+    Args:
+        module: the same on each rank, on one device. Frozen parameters stay as they are; freeze and unfreeze before.
+        bucket_bytes: of gradients that travel together; "auto" starts with 25 MiB and settles, after the second
+            backward, on what would have left least to wait for there. In registered memory, if the backend has it.
+        group: of ranks; the world if None.
+        reduction: "mean" over ranks, or "sum".
+        unused: "error" if all parameters must have a gradient on all ranks; "zeros" counts zero where there is none,
+            and leaves ``grad`` None if no rank has any.
+        sparse: "error" refuses sparse gradients, "dense" sums them as dense ones.
+        broadcast_buffers: whether all ranks use rank 0's buffers.
+        wire_dtype: 16-bit floats that travel in place of 32-bit gradients; the sum is of 32 bits, and rounded once.
+        reproducible: sum in the order of the ranks: the same bits for any bucket, backend and algorithm, and in
+            `ZeroOptimizer` and `FullyShardedParallel`. With ``reduction="sum"`` also for any number of ranks, if
+            micro-batch k of a step goes to rank k % world_size, each backward is summed (no `no_sync`), and the
+            loss of each is divided by the same number. Takes a buffer more per bucket.
+
+    Raises:
+        ArgumentError: an argument makes no sense, or nothing is to be trained.
+        DifferentModelsError: the ranks' modules differ.
+        SparseGradientError: a layer would make sparse gradients, and they are refused.
+        UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_bytes: int | Literal["auto"] = "auto",
+        group: dist.ProcessGroup | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        unused: Literal["error", "zeros"] = "error",
+        sparse: Literal["error", "dense"] = "error",
+        broadcast_buffers: bool = True,
+        wire_dtype: torch.dtype | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        require_choice("reduction", reduction, ("mean", "sum"))
+        require_choice("unused", unused, ("error", "zeros"))
+        require_choice("sparse", sparse, ("error", "dense"))
+        require_wire_dtype("wire_dtype", wire_dtype)
+        if bucket_bytes != "auto":
+            require_size("bucket_bytes", bucket_bytes)
+        self.group = group_or_world(group)
+        self.module = module
+        self._device = device_of(module)
+        if sparse == "error":
+            require_dense(module)
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        if not trained:
+            raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
+        require_same_model(module, self.group)
+        broadcast([*module.parameters(), *module.buffers()], self.group)
+        self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
+        self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse)
+        self._bucket_bytes = bucket_bytes
+        self._num_rounds = 0
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_are_due = False  # those of all ranks are alike now
+        self._register_state_dict_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+        # The first that is registered is used first, so its gradient comes last.
+        self._fill_buckets(
+            list(reversed(range(len(trained)))), DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
+        )
+        self.gradient_sync.on_round = self._after_round
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        if torch.is_grad_enabled() and self.training:
+            Join.notify_join_context(self)
+            src = 0
+            if self._join_config.enable:
+                src, _ = self._agree_in_join(is_active=True)
+            self._share_buffers(src)
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.gradient_sync.watch(outputs)
+        return outputs
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
+        return self.gradient_sync.off()
+
+    # -- buckets -----------------------------------------------------------------------------------------------------
+
+    def _fill_buckets(self, order: Sequence[int], bucket_bytes: int) -> None:
+        parameters = self.gradient_sync.parameters
+        dealt = into_buckets([parameters[index] for index in order], bucket_bytes, min(bucket_bytes, FIRST_BYTES))
+        self.gradient_sync.buckets = [_Bucket([order[one] for one in some], parameters, self.summing) for some in dealt]
+
+    def _after_round(self, done: Round) -> None:
+        self._num_rounds += 1
+        self._buffers_are_due = True
+        if self._num_rounds == _MEASURED_ROUND:
+            self._fill_buckets(*self._agree_on_buckets(done))
+
+    def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
+        """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""
+        parameters = self.gradient_sync.parameters
+        last_s = max((seconds for seconds in done.ready_s if seconds is not None), default=0.0)
+        ready_s = [last_s if seconds is None else seconds for seconds in done.ready_s]
+        order = sorted(range(len(parameters)), key=ready_s.__getitem__)
+        size = self._bucket_bytes
+        if size == "auto":
+            link = measure_link(self.group, self._device)
+            size = best_bucket_bytes([parameters[one].nbytes for one in order], [ready_s[one] for one in order], link)
+        settled = torch.tensor([size, *order], device=self._device)
+        dist.broadcast(settled, group=self.group, group_src=0)
+        size, *order = settled.tolist()
+        return order, size
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _share_buffers(self, src: int) -> None:
+        """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""
+        if self._buffers_are_due and self._broadcast_buffers:
+            broadcast([buffer for _, buffer in buffers_of(self.module)], self.group, src)
+        self._buffers_are_due = False
+
+    # -- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False) -> Join:
+        """A context for a loop that is longer on some ranks: those that are through go on with what the others need of
+        them, and count as zero.
+
+        Args:
+            divide_by_initial_world_size: with "mean", divide by all ranks to the end; else by those still active.
+            throw_on_early_termination: raise on every rank when the first one is through.
+        """
+        return Join(
+            [self],
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `torch.distributed.algorithms.Joinable`."""
+        self.gradient_sync.among_active = (
+            not kwargs.get("divide_by_initial_world_size", True) and self.summing.divisor > 1
+        )
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self.group
+
+    def _agree_in_join(self, *, is_active: bool) -> tuple[int, bool]:
+        """A rank that is active, and whether the backward to come is summed."""
+        will_sum = is_active and self.gradient_sync.enabled
+        told = torch.tensor([self.group.rank() if is_active else -1, will_sum], device=self._device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        src, is_summed = told.tolist()
+        return src, bool(is_summed)
+
+
+class _Shadow(JoinHook):
+    """What a rank does for the others when it is through."""
+
+    def __init__(self, model: DataParallel) -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Each time that another goes on."""
+        src, is_summed = self._model._agree_in_join(is_active=False)
+        self._model._share_buffers(src)
+        if is_summed:
+            self._model.gradient_sync.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the parameters and buffers of one that was active to the end."""
+        src = torch.tensor(self._model.group.rank() if is_last_joiner else -1, device=self._model.join_device)
+        dist.all_reduce(src, op=dist.ReduceOp.MAX, group=self._model.group)
+        module = self._model.module
+        broadcast([*module.parameters(), *module.buffers()], self._model.group, int(src.item()))
+
+
+class _Bucket(Bucket):
+    """Gradients in one flat tensor, summed where they lie."""
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], summing: Summing) -> None:
+        self.indices = indices
+        self._parameters = [parameters[index] for index in indices]
+        self._summing = summing
+        self._layout = Layout([one.shape for one in self._parameters], summing.world_size)
+        self._spare: Tensor | None = None
+        self._carried: Tensor | None = None  # the sum so far, if gradients were not set to None since
+        self._taken = [False] * len(indices)
+        self._pending: Pending | None = None
+        self._use(self._zeros())
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not None:  # what an earlier bucket has delivered
+                parameter.grad = view.copy_(parameter.grad)
+
+    def _zeros(self) -> Tensor:
+        one = self._parameters[0]
+        return zeros(self._layout.flat_numel, one.dtype, one.device, self._summing.group)
+
+    def _use(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._views = [
+            _as_parameter(place.view(flat), one)
+            for place, one in zip(self._layout.places, self._parameters, strict=True)
+        ]
+
+    def begin(self) -> None:
+        self._taken = [False] * len(self.indices)
+        was_delivered = [one.grad is view for one, view in zip(self._parameters, self._views, strict=True)]
+        if not any(was_delivered):
+            return
+        for parameter, view, delivered in zip(self._parameters, self._views, was_delivered, strict=True):
+            if delivered:
+                parameter.grad = None
+            else:
+                view.zero_()
+        self._carried, spare = self._flat, self._spare
+        self._spare = None
+        self._use(self._zeros() if spare is None else spare)
+
+    def take(self, position: int, gradient: Tensor) -> None:
+        view = self._views[position]
+        if self._taken[position]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self._taken[position] = True
+
+    def start(self) -> None:
+        for view, taken in zip(self._views, self._taken, strict=True):
+            if not taken:
+                view.zero_()
+        self._pending = self._summing.all_reduce(self._flat, self._layout, self._carried)
+
+    def advance(self) -> None:
+        if self._pending is not None:
+            self._pending.advance()
+
+    def wait(self) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        if self._carried is not None:
+            self._spare, self._carried = self._carried, None
+
+    def deliver(self, has_gradient: Sequence[bool], scale: float) -> None:
+        if scale != 1:
+            self._flat.mul_(scale)
+        for parameter, view, has in zip(self._parameters, self._views, has_gradient, strict=True):
+            parameter.grad = view if has else None
+
+
+def _as_parameter(view: Tensor, parameter: Tensor) -> Tensor:
+    """With the strides of the parameter, if these leave no gaps: then optimizers go through both in one way."""
+    is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return view.as_strided(parameter.shape, parameter.stride(), view.storage_offset()) if is_dense else view
+
+
+def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
+    """Name what is saved as the module does that is wrapped."""
+    inner = f"{prefix}module."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)

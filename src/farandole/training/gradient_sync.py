@@ -1,0 +1,293 @@
+"""Gradients are summed while backward makes the others.
+
+Parameters are dealt out to *buckets*. As backward goes on, autograd accumulates the gradient of one parameter after the
+other; each is *taken* into its bucket, and a bucket that has all of its gradients is *started*, unless one before it in
+the order of buckets, which is the same on all ranks, has not been. When backward is through, what is missing is left
+out, the rest is started, and one small all_reduce tells all ranks which parameters had a gradient where. Then the
+buckets are waited for, and deliver.
+
+A parameter may accumulate more than once in a backward: one whose uses are checkpointed by themselves. It is taken when
+it has accumulated as often as in the backward before. What accumulates after its bucket was started is *late*: if any
+rank has such gradients, the bucket goes another round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from farandole.training.errors import SparseGradientError, UnusedParametersError
+
+__all__ = ["Bucket", "GradientSync", "Round", "tensors_in"]
+
+_NUM_AHEAD = 2
+"""Buckets that are started before one is advanced: by then its first half is probably through."""
+
+_MAX_NAMED = 20
+
+
+class Bucket(Protocol):
+    """Some of the parameters, whose gradients travel together.
+
+    Attributes:
+        indices: which ones.
+    """
+
+    indices: Sequence[int]
+
+    def begin(self) -> None:
+        """Put aside what was delivered, so that gradients are only what is accumulated from now on."""
+
+    def take(self, position: int, gradient: Tensor) -> None:
+        """Add a gradient, of the parameter at ``indices[position]``; one that is never taken counts as zero."""
+
+    def start(self) -> None:
+        """Start to sum over all ranks."""
+
+    def advance(self) -> None:
+        """See `farandole.training.summing.Pending`."""
+
+    def wait(self) -> None:
+        """Return when the sum is there."""
+
+    def deliver(self, has_gradient: Sequence[bool], scale: float) -> None:
+        """Give each parameter its sum, times ``scale``; none to those that had no gradient on any rank."""
+
+
+@dataclasses.dataclass
+class Round:
+    """What happened in a backward.
+
+    Attributes:
+        ready_s: per parameter when it was taken, in seconds since the first one; None if it was not.
+        order: buckets, in the order in which they had all they needed.
+        waited_s: how long backward waited for sums when it was through itself.
+    """
+
+    ready_s: list[float | None]
+    order: list[int]
+    waited_s: float = 0.0
+
+
+class GradientSync:
+    """Takes the gradients of parameters as backward makes them, and sums them.
+
+    Args:
+        parameters: by name; all require gradients.
+        group: whose ranks sum.
+        unused: "error" if every parameter must have a gradient on every rank, else "zeros".
+        sparse: "error" if sparse gradients are refused, else "dense".
+
+    Attributes:
+        buckets: in the order in which they are started, the same on all ranks; to be set before the first backward.
+        enabled: whether backward sums; else it accumulates on this rank alone.
+        on_round: called after each backward that has summed, when all is delivered.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, unused: str, sparse: str
+    ) -> None:
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.buckets: Sequence[Bucket] = ()
+        self.enabled = True
+        self.on_round: Callable[[Round], None] = lambda _: None
+        self.among_active = False
+        self._group = group
+        self._unused = unused
+        self._sparse = sparse
+        self._expected = [1] * len(self.parameters)  # how often each accumulates in a backward
+        self._awaits_end = False
+        self._is_open = False
+        self._nodes = []  # autograd itself holds them weakly
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._accumulated(index))
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_prehook(lambda _: self._before_accumulation())
+            self._nodes.append(node)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Let backward accumulate on this rank alone."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def watch(self, outputs: object) -> None:
+        """Know the backward of ``outputs`` from its start: its end is that of backward as a whole, where the backward
+        of a checkpointed part ends earlier."""
+        if torch._C._current_graph_task_id() == -1:  # not in a backward: if one is not over, it failed
+            self._awaits_end = self._is_open = False
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._await_end())
+
+    def shadow(self) -> None:
+        """Take part in a backward of the other ranks, with no gradients."""
+        self._open()
+        self._close(is_active=False)
+
+    # -- in backward -----------------------------------------------------------------------------------------------
+
+    def _await_end(self) -> None:
+        if not self._awaits_end:
+            self._awaits_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+
+    def _before_accumulation(self) -> None:
+        if not self._is_open:
+            self._await_end()
+            self._open()
+
+    def _open(self) -> None:
+        self._is_open = True
+        for bucket in self.buckets:
+            bucket.begin()
+        self._num_started = 0
+        self._bucket_of = {
+            index: (number, position)
+            for number, bucket in enumerate(self.buckets)
+            for position, index in enumerate(bucket.indices)
+        }
+        self._num_missing = [len(bucket.indices) for bucket in self.buckets]
+        self._num_accumulated = [0] * len(self.parameters)
+        self._first_s = time.perf_counter()
+        self._round = Round([None] * len(self.parameters), [])
+
+    def _accumulated(self, index: int) -> None:
+        if not self.enabled:
+            return
+        self._num_accumulated[index] += 1
+        if self._num_accumulated[index] >= self._expected[index]:
+            self._take(index)
+
+    def _take(self, index: int) -> None:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        number, position = self._bucket_of[index]
+        if gradient is None or number < self._num_started:
+            return  # if there is one, it stays, and is late
+        if gradient.is_sparse:
+            gradient = self._densified(index, gradient)
+        parameter.grad = None
+        self.buckets[number].take(position, gradient)
+        if self._round.ready_s[index] is None:
+            self._round.ready_s[index] = time.perf_counter() - self._first_s
+            self._num_missing[number] -= 1
+            if self._num_missing[number] == 0:
+                self._round.order.append(number)
+                self._start_while(lambda following: self._num_missing[following] == 0)
+
+    def _densified(self, index: int, gradient: Tensor) -> Tensor:
+        if self._sparse == "error":
+            raise SparseGradientError(
+                f"the gradient of {self.names[index]!r} is sparse; make it dense, with sparse=False where the layer is "
+                f"made, or sum it as a dense one, with sparse='dense' here"
+            )
+        return gradient.to_dense()
+
+    def _start_while(self, may_start: Callable[[int], bool]) -> None:
+        while self._num_started < len(self.buckets) and may_start(self._num_started):
+            if self._num_started >= _NUM_AHEAD:
+                self.buckets[self._num_started - _NUM_AHEAD].advance()
+            self.buckets[self._num_started].start()
+            self._num_started += 1
+
+    def _at_end(self) -> None:
+        self._awaits_end = False
+        if self._is_open:
+            if self.enabled:
+                self._close(is_active=True)
+            self._is_open = False
+
+    def _close(self, *, is_active: bool) -> None:
+        """Start what is left, wait for all, and deliver."""
+        for index in range(len(self.parameters)):
+            if self._round.ready_s[index] is None:
+                self._take(index)
+        self._start_while(lambda _: True)
+        has = [seconds is not None for seconds in self._round.ready_s]
+        late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
+        lacks = [is_active and not one for one in has]
+        told = torch.tensor([is_active, *late, *has, *lacks], dtype=torch.int32, device=self._device())
+        work = dist.all_reduce(told, group=self._group, async_op=True)
+        begun_s = time.perf_counter()
+        for bucket in self.buckets:
+            bucket.advance()
+        for bucket in self.buckets:
+            bucket.wait()
+        work.wait()
+        self._round.waited_s = time.perf_counter() - begun_s
+        num_active, *counts = told.tolist()
+        num_late, num_having, num_lacking = _split(counts, len(late), len(has), len(lacks))
+        scale = self._group.size() / num_active if self.among_active and num_active else 1.0
+        left = self._let_go_of_late()
+        self._deliver(self.buckets, num_having, scale)
+        again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
+        for bucket in again:
+            bucket.begin()
+            for position, index in enumerate(bucket.indices):
+                if index in left:
+                    bucket.take(position, left[index])
+            bucket.start()
+        for bucket in again:
+            bucket.wait()
+        self._deliver(again, num_having, scale)
+        self._expected = [max(1, times) for times in self._num_accumulated]
+        self.on_round(self._round)
+        if self._unused == "error" and any(num_lacking):
+            raise UnusedParametersError(self._without_gradient(num_lacking))
+
+    def _device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def _let_go_of_late(self) -> dict[int, Tensor]:
+        late = {index: one.grad for index, one in enumerate(self.parameters) if one.grad is not None}
+        for index in late:
+            self.parameters[index].grad = None
+        return late
+
+    def _deliver(self, buckets: Sequence[Bucket], num_having: Sequence[int], scale: float) -> None:
+        for bucket in buckets:
+            bucket.deliver([num_having[index] > 0 for index in bucket.indices], scale)
+
+    def _without_gradient(self, num_lacking: Sequence[int]) -> str:
+        size = self._group.size()
+        named = [
+            f"{name!r} on {'all' if ranks == size else f'{ranks} of {size}'} ranks"
+            for name, ranks in zip(self.names, num_lacking, strict=True)
+            if ranks
+        ]
+        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+        return (
+            f"parameters without a gradient in this backward: {', '.join(named[:_MAX_NAMED])}{more}; if the loss is "
+            f"not meant to depend on them, freeze them with requires_grad_(False) before they are wrapped, or let "
+            f"them count as zero with unused='zeros'"
+        )
+
+
+def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:
+    at = 0
+    for length in lengths:
+        yield values[at : at + length]
+        at += length
+
+
+def tensors_in(outputs: object) -> Iterator[Tensor]:
+    """The tensors in containers of any kind: those of Python, what torch knows, dataclasses, and other objects with
+    attributes."""
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            yield from (one for one in pytree.tree_leaves(vars(leaf)) if isinstance(one, Tensor))

@@ -1,0 +1,146 @@
+"""Where parameters lie in flat memory, and which part of it is whose.
+
+Several tensors of one dtype lie behind one another in a *flat* tensor, each at its place, its elements in their order.
+The flat tensor is cut into one *part* per rank, all of one length; so it may end with elements that are nobody's. A
+part begins and ends anywhere within a tensor: what a part holds of one tensor is a *piece*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout", "Piece", "Place", "boxes_of", "into_buckets"]
+
+
+class Place(NamedTuple):
+    """Of one tensor in flat memory.
+
+    Attributes:
+        shape: of the tensor.
+        start: its first element.
+        stop: behind its last one.
+    """
+
+    shape: torch.Size
+    start: int
+    stop: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor, in ``flat``."""
+        return flat[self.start : self.stop].view(self.shape)
+
+
+class Piece(NamedTuple):
+    """What a part holds of one tensor.
+
+    Attributes:
+        tensor: its number.
+        start: its first element that is here, counted in the tensor.
+        stop: behind the last one.
+        offset: of the first one in the part.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+    def view(self, part: Tensor) -> Tensor:
+        """The elements, one dimension, in ``part``."""
+        return part[self.offset : self.offset + self.stop - self.start]
+
+
+class Layout:
+    """Of tensors in a flat one, for so many ranks.
+
+    Attributes:
+        places: one for each tensor.
+        numel: elements of all tensors.
+        part_numel: elements of a part; times ``world_size``, those of the flat tensor.
+        world_size: number of parts.
+    """
+
+    def __init__(self, shapes: Iterable[torch.Size], world_size: int) -> None:
+        self.places: list[Place] = []
+        end = 0
+        for shape in shapes:
+            self.places.append(Place(shape, end, end + shape.numel()))
+            end = self.places[-1].stop
+        self.numel = end
+        self.world_size = world_size
+        self.part_numel = -(-end // world_size)
+
+    @property
+    def flat_numel(self) -> int:
+        """Elements of the flat tensor."""
+        return self.part_numel * self.world_size
+
+    def part(self, flat: Tensor, rank: int) -> Tensor:
+        """The part of a rank in ``flat``."""
+        return flat[rank * self.part_numel : (rank + 1) * self.part_numel]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What the part of a rank holds; tensors that have nothing there are left out."""
+        begin, end = rank * self.part_numel, (rank + 1) * self.part_numel
+        found = []
+        for index, place in enumerate(self.places):
+            start, stop = max(place.start, begin), min(place.stop, end)
+            if start < stop:
+                found.append(Piece(index, start - place.start, stop - place.start, start - begin))
+        return found
+
+
+def into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, first_bytes: int | None = None) -> list[list[int]]:
+    """Deal tensors out to buckets, in their order. A bucket takes tensors of one dtype and device until it holds
+    ``bucket_bytes``; the first of all until it holds ``first_bytes``, if that is given. Returns indices, per bucket.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = tensor.dtype, tensor.device
+        bucket = open_buckets.get(kind)
+        if bucket is None:
+            bucket = open_buckets[kind] = []
+            buckets.append(bucket)
+        bucket.append(index)
+        limit = first_bytes if bucket is buckets[0] and first_bytes is not None else bucket_bytes
+        if sum(tensors[one].nbytes for one in bucket) >= limit:
+            del open_buckets[kind]
+    return buckets
+
+
+def boxes_of(shape: torch.Size, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut the elements ``start`` to ``stop`` of a contiguous tensor into boxes, in their order.
+
+    Yields:
+        Of each box its offsets and its sizes along the dimensions of the tensor, and its first element.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), (), start
+        return
+    row = shape[1:].numel()
+    if len(shape) == 1:
+        yield (start,), (stop - start,), start
+        return
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all within one row
+        yield from _of_row(shape, last, start, stop)
+        return
+    yield from _of_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]), first * row
+    yield from _of_row(shape, last, last * row, stop)
+
+
+def _of_row(
+    shape: torch.Size, row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    begin = row * shape[1:].numel()
+    for offsets, sizes, first in boxes_of(shape[1:], start - begin, stop - begin):
+        yield (row, *offsets), (1, *sizes), first + begin

@@ -1,0 +1,82 @@
+"""What the ranks' copies of a model have in common: the same tensors, and the same values in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farandole.training.errors import DifferentModelsError
+
+__all__ = ["broadcast", "buffers_of", "require_same_model"]
+
+_MAX_BYTES = 1 << 25
+"""That are broadcast at once, copied into one tensor."""
+
+
+def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises:
+    DifferentModelsError: the ranks' parameters or buffers differ in name, shape, dtype or whether they are trained.
+    """
+    own = [f"{name} {describe(one)}" for name, one in _tensors_of(module)]
+    device = next((one.device for _, one in _tensors_of(module)), torch.device("cpu"))
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    digests = torch.empty((group.size(), len(digest)), dtype=torch.uint8, device=device)
+    dist.all_gather_single(digests.view(-1), torch.tensor(list(digest), dtype=torch.uint8, device=device), group=group)
+    if all(torch.equal(digests[0], one) for one in digests):
+        return
+    said: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(said, own, group=group)
+    raise DifferentModelsError(_first_difference(said))
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from buffers_of(module)
+
+
+def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """By name; each once."""
+    return list(module.named_buffers())
+
+
+def describe(tensor: Tensor) -> str:
+    """Shape, dtype and whether it is trained."""
+    kind = "buffer" if not isinstance(tensor, nn.Parameter) else "trained" if tensor.requires_grad else "frozen"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
+
+
+def _first_difference(said: Sequence[Sequence[str]]) -> str:
+    for rank, other in enumerate(said):
+        for mine, its in zip([*said[0], "nothing more"], [*other, "nothing more"], strict=False):
+            if mine != its:
+                return (
+                    f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {its}; build the same model on "
+                    f"every rank, in the same order"
+                )
+    raise AssertionError("digests differ, texts do not")
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0) -> None:
+    """Give all ranks of ``group`` the values that its rank ``src`` has, in place."""
+    for some in _of_one_kind(tensors):
+        with torch.no_grad():
+            flat = torch.cat([one.detach().reshape(-1) for one in some])
+            dist.broadcast(flat, group=group, group_src=src)
+            if group.rank() != src:
+                for one, values in zip(some, flat.split([one.numel() for one in some]), strict=True):
+                    one.copy_(values.view(one.shape))
+
+
+def _of_one_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        some = kinds.setdefault((tensor.dtype, tensor.device), [])
+        some.append(tensor)
+        if sum(one.nbytes for one in some) >= _MAX_BYTES:
+            yield some
+            del kinds[tensor.dtype, tensor.device]
+    yield from kinds.values()

@@ -1,0 +1,154 @@
+"""How the gradients of all ranks become one sum.
+
+A flat tensor has a part per rank (see `farandole.training.layout`). *Plainly*, it is summed by an all_reduce, or by a
+reduce_scatter that leaves each rank its own part. But a backend sums in an order of its own choice, and in the dtype
+that travels. Where the order is to be that of the ranks, or where 16 bits are to travel and 32 to be summed, the parts
+are *exchanged*: an all_to_all brings each rank its part of every rank's gradients, which it sums itself; for an
+all_reduce an all_gather follows. That is what the two halves of an all_reduce send anyway: (N-1)/N of the bytes each.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.training.layout import Layout
+
+__all__ = ["Pending", "Summing"]
+
+
+class Pending(Protocol):
+    """A sum that is under way."""
+
+    def advance(self) -> None:
+        """Start what must wait for what was started before. All ranks call this at the same place among their
+        collectives."""
+
+    def wait(self) -> None:
+        """Return when the sum is there; all ranks call this at the same place, too."""
+
+
+class Summing:
+    """Sums over the ranks of a group.
+
+    Args:
+        group: whose ranks take part.
+        mean: divide by the number of ranks.
+        reproducible: sum in the order of the ranks, so that the bits of an element depend on nothing but the ranks'
+            values.
+        wire_dtype: what travels in place of wider floats; sums are as wide as before.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, mean: bool, reproducible: bool, wire_dtype: torch.dtype | None
+    ) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.rank = group.rank()
+        self.divisor = self.world_size if mean else 1
+        self._op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        self._reproducible = reproducible
+        self._wire_dtype = wire_dtype
+
+    def all_reduce(self, flat: Tensor, layout: Layout, carried: Tensor | None) -> Pending:
+        """Sum ``flat`` in place, and add ``carried``: the sum so far."""
+        if not self._must_exchange(flat.dtype, flat.dtype):
+            return _Plain(dist.all_reduce(flat, op=self._op, group=self.group, async_op=True), flat, carried)
+        own = layout.part(flat, self.rank)
+        exchanged = _Exchanged(self, flat, own, None if carried is None else layout.part(carried, self.rank))
+        return _Gathered(self, exchanged, flat, own)
+
+    def reduce_scatter(self, flat: Tensor, layout: Layout, into: Tensor, *, accumulate: bool) -> Pending:
+        """Sum this rank's part of ``flat`` into ``into``, or add it to what is there. ``flat`` must be left alone until
+        then, and its content is lost."""
+        carried = into if accumulate else None
+        if self._must_exchange(flat.dtype, into.dtype):
+            return _Exchanged(self, flat, into, carried)
+        part = layout.part(flat, self.rank) if accumulate else into
+        return _Plain(
+            dist.reduce_scatter_single(part, flat, op=self._op, group=self.group, async_op=True),
+            into,
+            part if accumulate else None,
+        )
+
+    def travelling(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels in place of ``dtype``."""
+        is_wide = dtype in (torch.float32, torch.float64)
+        return self._wire_dtype if is_wide and self._wire_dtype is not None else dtype
+
+    def _must_exchange(self, given: torch.dtype, wanted: torch.dtype) -> bool:
+        return self.world_size > 1 and (self._reproducible or given != wanted or self.travelling(given) != given)
+
+
+class _Plain:
+    """The backend sums; ``more`` is added then."""
+
+    def __init__(self, work: dist.Work, target: Tensor, more: Tensor | None) -> None:
+        self._work = work
+        self._target = target
+        self._more = more
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._more is not None:
+            self._target.add_(self._more)
+
+
+class _Exchanged:
+    """This rank's part of ``flat``, summed here: what was carried first, then rank by rank, in 32 bits or more; then
+    divided and rounded once."""
+
+    def __init__(self, summing: Summing, flat: Tensor, target: Tensor, carried: Tensor | None) -> None:
+        self._summing = summing
+        sent = flat.to(summing.travelling(flat.dtype))
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=summing.group, async_op=True)
+        self._sent = sent  # in use until the work is done
+        self._target = target
+        self._carried = carried
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self._work.wait()
+        first, *others = self._received.view(self._summing.world_size, -1)
+        total = first.to(torch.promote_types(self._target.dtype, torch.float32), copy=True)
+        if self._carried is not None:
+            total = self._carried.mul(self._summing.divisor).add(total)
+        for other in others:
+            total.add_(other)
+        self._target.copy_(total.div_(self._summing.divisor))
+
+
+class _Gathered:
+    """An exchange, and an all_gather of the parts."""
+
+    def __init__(self, summing: Summing, exchanged: _Exchanged, flat: Tensor, own: Tensor) -> None:
+        self._summing = summing
+        self._exchanged = exchanged
+        self._flat = flat
+        self._own = own
+        self._work: dist.Work | None = None
+
+    def advance(self) -> None:
+        if self._work is not None:
+            return
+        self._exchanged.wait()
+        dtype = self._summing.travelling(self._flat.dtype)
+        self._sent = self._own.to(dtype)
+        self._received = self._flat if dtype == self._flat.dtype else torch.empty_like(self._flat, dtype=dtype)
+        self._work = dist.all_gather_single(self._received, self._sent, group=self._summing.group, async_op=True)
+
+    def wait(self) -> None:
+        self.advance()
+        assert self._work is not None
+        self._work.wait()
+        if self._received is not self._flat:
+            self._flat.copy_(self._received)
