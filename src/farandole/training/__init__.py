@@ -13,12 +13,16 @@ from farandole.training.errors import (
     SparseGradientError,
     UnusedParametersError,
 )
+from farandole.training.naive import NaiveDataParallel
+from farandole.training.zero import ZeroOptimizer
 
 __all__ = [
     "CheckpointError",
     "DataParallel",
     "DifferentModelsError",
+    "NaiveDataParallel",
     "NotGatheredError",
     "SparseGradientError",
     "UnusedParametersError",
+    "ZeroOptimizer",
 ]

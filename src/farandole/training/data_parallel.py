@@ -7,7 +7,7 @@ each parameter's ``grad`` is then a view into its bucket.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -104,16 +104,17 @@ class DataParallel(nn.Module, Joinable):
         broadcast([*module.parameters(), *module.buffers()], self.group)
         self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
         self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse)
-        self._bucket_bytes = bucket_bytes
+        self._is_auto = bucket_bytes == "auto"
+        self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._num_rounds = 0
+        self._rearrange: Callable[[Round], None] = self._refill
+        self._divides_by_active = False
         self._broadcast_buffers = broadcast_buffers
         self._buffers_are_due = False  # those of all ranks are alike now
         self._register_state_dict_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
         # The first that is registered is used first, so its gradient comes last.
-        self._fill_buckets(
-            list(reversed(range(len(trained)))), DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
-        )
+        self._fill_buckets(list(reversed(range(len(trained)))))
         self.gradient_sync.on_round = self._after_round
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,16 +136,33 @@ class DataParallel(nn.Module, Joinable):
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
-    def _fill_buckets(self, order: Sequence[int], bucket_bytes: int) -> None:
+    def _fill_buckets(self, order: Sequence[int]) -> None:
         parameters = self.gradient_sync.parameters
-        dealt = into_buckets([parameters[index] for index in order], bucket_bytes, min(bucket_bytes, FIRST_BYTES))
+        first_bytes = min(self.bucket_bytes, FIRST_BYTES)
+        dealt = into_buckets([parameters[index] for index in order], self.bucket_bytes, first_bytes)
         self.gradient_sync.buckets = [_Bucket([order[one] for one in some], parameters, self.summing) for some in dealt]
 
     def _after_round(self, done: Round) -> None:
         self._num_rounds += 1
         self._buffers_are_due = True
         if self._num_rounds == _MEASURED_ROUND:
-            self._fill_buckets(*self._agree_on_buckets(done))
+            self._rearrange(done)
+
+    def _refill(self, done: Round) -> None:
+        order, self.bucket_bytes = self._agree_on_buckets(done)
+        self._fill_buckets(order)
+
+    def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Have gradients summed in these, which hold all parameters that are trained, from now on; what was delivered
+        is let go of. For `ZeroOptimizer`."""
+        self.gradient_sync.buckets = buckets
+        self._rearrange = self._reorder
+
+    def _reorder(self, done: Round) -> None:
+        buckets = self.gradient_sync.buckets
+        order = torch.tensor([*done.order, *sorted({*range(len(buckets))} - {*done.order})], device=self._device)
+        dist.broadcast(order, group=self.group, group_src=0)
+        self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
 
     def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
         """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""
@@ -152,8 +170,8 @@ class DataParallel(nn.Module, Joinable):
         last_s = max((seconds for seconds in done.ready_s if seconds is not None), default=0.0)
         ready_s = [last_s if seconds is None else seconds for seconds in done.ready_s]
         order = sorted(range(len(parameters)), key=ready_s.__getitem__)
-        size = self._bucket_bytes
-        if size == "auto":
+        size = self.bucket_bytes
+        if self._is_auto:
             link = measure_link(self.group, self._device)
             size = best_bucket_bytes([parameters[one].nbytes for one in order], [ready_s[one] for one in order], link)
         settled = torch.tensor([size, *order], device=self._device)
@@ -187,9 +205,7 @@ class DataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`."""
-        self.gradient_sync.among_active = (
-            not kwargs.get("divide_by_initial_world_size", True) and self.summing.divisor > 1
-        )
+        self._divides_by_active = self.summing.is_mean and not kwargs.get("divide_by_initial_world_size", True)
         return _Shadow(self)
 
     @property
@@ -203,12 +219,15 @@ class DataParallel(nn.Module, Joinable):
         return self.group
 
     def _agree_in_join(self, *, is_active: bool) -> tuple[int, bool]:
-        """A rank that is active, and whether the backward to come is summed."""
-        will_sum = is_active and self.gradient_sync.enabled
-        told = torch.tensor([self.group.rank() if is_active else -1, will_sum], device=self._device)
+        """A rank that is active, and whether the backward to come is summed; its divisor is settled, too."""
+        told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self._device)
+        told[0] = is_active and self.gradient_sync.enabled
+        told[1 + self.group.rank()] = is_active
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        src, is_summed = told.tolist()
-        return src, bool(is_summed)
+        is_summed, *are_active = told.tolist()
+        if self._divides_by_active:
+            self.summing.divisor = sum(are_active)
+        return are_active.index(1), bool(is_summed)
 
 
 class _Shadow(JoinHook):
@@ -299,9 +318,7 @@ class _Bucket(Bucket):
         if self._carried is not None:
             self._spare, self._carried = self._carried, None
 
-    def deliver(self, has_gradient: Sequence[bool], scale: float) -> None:
-        if scale != 1:
-            self._flat.mul_(scale)
+    def deliver(self, has_gradient: Sequence[bool]) -> None:
         for parameter, view, has in zip(self._parameters, self._views, has_gradient, strict=True):
             parameter.grad = view if has else None
 

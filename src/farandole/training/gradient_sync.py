@@ -58,8 +58,8 @@ class Bucket(Protocol):
     def wait(self) -> None:
         """Return when the sum is there."""
 
-    def deliver(self, has_gradient: Sequence[bool], scale: float) -> None:
-        """Give each parameter its sum, times ``scale``; none to those that had no gradient on any rank."""
+    def deliver(self, has_gradient: Sequence[bool]) -> None:
+        """Give each parameter its sum; none to those that had no gradient on any rank."""
 
 
 @dataclasses.dataclass
@@ -100,7 +100,6 @@ class GradientSync:
         self.buckets: Sequence[Bucket] = ()
         self.enabled = True
         self.on_round: Callable[[Round], None] = lambda _: None
-        self.among_active = False
         self._group = group
         self._unused = unused
         self._sparse = sparse
@@ -219,7 +218,7 @@ class GradientSync:
         has = [seconds is not None for seconds in self._round.ready_s]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]
-        told = torch.tensor([is_active, *late, *has, *lacks], dtype=torch.int32, device=self._device())
+        told = torch.tensor([*late, *has, *lacks], dtype=torch.int32, device=self._device())
         work = dist.all_reduce(told, group=self._group, async_op=True)
         begun_s = time.perf_counter()
         for bucket in self.buckets:
@@ -228,11 +227,9 @@ class GradientSync:
             bucket.wait()
         work.wait()
         self._round.waited_s = time.perf_counter() - begun_s
-        num_active, *counts = told.tolist()
-        num_late, num_having, num_lacking = _split(counts, len(late), len(has), len(lacks))
-        scale = self._group.size() / num_active if self.among_active and num_active else 1.0
+        num_late, num_having, num_lacking = _split(told.tolist(), len(late), len(has), len(lacks))
         left = self._let_go_of_late()
-        self._deliver(self.buckets, num_having, scale)
+        self._deliver(self.buckets, num_having)
         again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
         for bucket in again:
             bucket.begin()
@@ -242,7 +239,7 @@ class GradientSync:
             bucket.start()
         for bucket in again:
             bucket.wait()
-        self._deliver(again, num_having, scale)
+        self._deliver(again, num_having)
         self._expected = [max(1, times) for times in self._num_accumulated]
         self.on_round(self._round)
         if self._unused == "error" and any(num_lacking):
@@ -257,9 +254,9 @@ class GradientSync:
             self.parameters[index].grad = None
         return late
 
-    def _deliver(self, buckets: Sequence[Bucket], num_having: Sequence[int], scale: float) -> None:
+    def _deliver(self, buckets: Sequence[Bucket], num_having: Sequence[int]) -> None:
         for bucket in buckets:
-            bucket.deliver([num_having[index] > 0 for index in bucket.indices], scale)
+            bucket.deliver([num_having[index] > 0 for index in bucket.indices])
 
     def _without_gradient(self, num_lacking: Sequence[int]) -> str:
         size = self._group.size()

@@ -36,7 +36,7 @@ class Summing:
 
     Args:
         group: whose ranks take part.
-        mean: divide by the number of ranks.
+        mean: divide by the number of ranks, or what ``divisor`` is set to.
         reproducible: sum in the order of the ranks, so that the bits of an element depend on nothing but the ranks'
             values.
         wire_dtype: what travels in place of wider floats; sums are as wide as before.
@@ -48,15 +48,17 @@ class Summing:
         self.group = group
         self.world_size = group.size()
         self.rank = group.rank()
+        self.is_mean = mean
         self.divisor = self.world_size if mean else 1
-        self._op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         self._reproducible = reproducible
         self._wire_dtype = wire_dtype
 
     def all_reduce(self, flat: Tensor, layout: Layout, carried: Tensor | None) -> Pending:
         """Sum ``flat`` in place, and add ``carried``: the sum so far."""
         if not self._must_exchange(flat.dtype, flat.dtype):
-            return _Plain(dist.all_reduce(flat, op=self._op, group=self.group, async_op=True), flat, carried)
+            op, divisor = self._op_and_divisor()
+            work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
+            return _Plain(work, flat, divisor, flat, carried)
         own = layout.part(flat, self.rank)
         exchanged = _Exchanged(self, flat, own, None if carried is None else layout.part(carried, self.rank))
         return _Gathered(self, exchanged, flat, own)
@@ -67,12 +69,16 @@ class Summing:
         carried = into if accumulate else None
         if self._must_exchange(flat.dtype, into.dtype):
             return _Exchanged(self, flat, into, carried)
+        op, divisor = self._op_and_divisor()
         part = layout.part(flat, self.rank) if accumulate else into
-        return _Plain(
-            dist.reduce_scatter_single(part, flat, op=self._op, group=self.group, async_op=True),
-            into,
-            part if accumulate else None,
-        )
+        work = dist.reduce_scatter_single(part, flat, op=op, group=self.group, async_op=True)
+        return _Plain(work, part, divisor, into, part if accumulate else None)
+
+    def _op_and_divisor(self) -> tuple[dist.ReduceOp.RedOpType, int]:
+        """What the backend does, and what is left to do."""
+        if self.divisor == self.world_size:
+            return dist.ReduceOp.AVG, 1
+        return dist.ReduceOp.SUM, self.divisor
 
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
         """What travels in place of ``dtype``."""
@@ -84,10 +90,12 @@ class Summing:
 
 
 class _Plain:
-    """The backend sums; ``more`` is added then."""
+    """The backend sums; what is there is divided, and what there is ``more`` is added to ``target``."""
 
-    def __init__(self, work: dist.Work, target: Tensor, more: Tensor | None) -> None:
+    def __init__(self, work: dist.Work, result: Tensor, divisor: int, target: Tensor, more: Tensor | None) -> None:
         self._work = work
+        self._result = result
+        self._divisor = divisor
         self._target = target
         self._more = more
 
@@ -96,6 +104,8 @@ class _Plain:
 
     def wait(self) -> None:
         self._work.wait()
+        if self._divisor != 1:
+            self._result.div_(self._divisor)
         if self._more is not None:
             self._target.add_(self._more)
 

@@ -1,0 +1,166 @@
+"""Parameters in flat memory of which each rank owns a part, and the gradients for that part.
+
+A `FlatShard` holds what an optimizer works on: this rank's part of the parameters, piece by piece (see
+`farandole.training.layout`). A `ScatterBucket` takes the gradients of the whole parameters, and delivers those of the
+pieces: the first half of an all_reduce. The other half is the all_gather of the parts once the optimizer has changed
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farandole.training.layout import Layout
+from farandole.training.memory import zeros
+from farandole.training.summing import Pending, Summing
+
+__all__ = ["BufferPool", "FlatShard", "ScatterBucket", "master_dtype"]
+
+_NUM_BUFFERS = 3
+"""That a pool makes before it waits for one that is in use."""
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which an optimizer keeps parameters of ``dtype``: of 16-bit floats it would round small steps away."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class FlatShard:
+    """This rank's part of some parameters.
+
+    Args:
+        parameters: whole ones.
+        own: where the part is; of the dtype that the optimizer works in.
+        layout: of the parameters.
+        rank: of this process.
+
+    Attributes:
+        pieces: of the layout, on this rank.
+        values: per piece, a parameter of one dimension: for the optimizer.
+        gradient: of the part.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], own: Tensor, layout: Layout, rank: int) -> None:
+        self.layout = layout
+        self.own = own
+        self.pieces = layout.pieces(rank)
+        self.values = [
+            nn.Parameter(piece.view(own), requires_grad=parameters[piece.tensor].requires_grad) for piece in self.pieces
+        ]
+        self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is a sum that was not let go of."""
+        return any(value.grad is not None for value in self.values)
+
+    def require_gradient(self) -> Tensor:
+        """The memory of the part's gradients."""
+        if self.gradient.numel() != self.own.numel():
+            self.gradient = torch.zeros_like(self.own)
+        return self.gradient
+
+    def deliver(self, has_gradient: Sequence[bool]) -> None:
+        """Give the pieces of those tensors their gradients, as they lie in ``gradient``."""
+        for piece, value in zip(self.pieces, self.values, strict=True):
+            if has_gradient[piece.tensor]:
+                value.grad = piece.view(self.gradient)
+
+
+class BufferPool:
+    """Flat memory for gradients on their way, shared by buckets of one dtype.
+
+    Args:
+        numel: of the largest bucket.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._numel = numel
+        self._kind = dtype, device, group
+        self._free: list[Tensor] = []
+        self._lent: list[ScatterBucket] = []  # whose sums were started, oldest first
+        self.num_made = 0
+
+    def take(self) -> Tensor:
+        """Some memory, with anything in it. Once enough was made, waits for the oldest sum that is under way."""
+        if not self._free and self.num_made >= _NUM_BUFFERS and self._lent:
+            self._lent[0].wait()
+        if not self._free:
+            self._free.append(zeros(self._numel, *self._kind))
+            self.num_made += 1
+        return self._free.pop()
+
+    def lend(self, bucket: ScatterBucket) -> None:
+        """The memory of ``bucket`` comes back when it has waited."""
+        self._lent.append(bucket)
+
+    def take_back(self, bucket: ScatterBucket, memory: Tensor) -> None:
+        """What ``bucket`` took is free again."""
+        self._lent.remove(bucket)
+        self._free.append(memory)
+
+
+class ScatterBucket:
+    """Gradients of which this rank's part is summed; a `farandole.training.gradient_sync.Bucket`.
+
+    Args:
+        indices: of the parameters, among all that are trained.
+        shard: whose pieces get the sums.
+        memory: where gradients lie until they are summed: a pool, or a flat tensor of this bucket's own.
+        summing: how.
+    """
+
+    def __init__(self, indices: Sequence[int], shard: FlatShard, memory: BufferPool | Tensor, summing: Summing) -> None:
+        self.indices = indices
+        self.shard = shard
+        self._memory = memory
+        self._summing = summing
+        self._buffer: Tensor | None = None  # while it is in use
+        self._taken = [False] * len(indices)
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        self._taken = [False] * len(self.indices)
+
+    def take(self, position: int, gradient: Tensor) -> None:
+        view = self.shard.layout.places[position].view(self._flat())
+        if self._taken[position]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self._taken[position] = True
+
+    def _flat(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = self._memory.take() if isinstance(self._memory, BufferPool) else self._memory
+        return self._buffer[: self.shard.layout.flat_numel]
+
+    def start(self) -> None:
+        flat = self._flat()
+        for place, taken in zip(self.shard.layout.places, self._taken, strict=True):
+            if not taken:
+                flat[place.start : place.stop].zero_()
+        flat[self.shard.layout.numel :].zero_()
+        into, accumulate = self.shard.require_gradient(), self.shard.holds_gradients
+        self._pending = self._summing.reduce_scatter(flat, self.shard.layout, into, accumulate=accumulate)
+        if isinstance(self._memory, BufferPool):
+            self._memory.lend(self)
+
+    def advance(self) -> None:
+        if self._pending is not None:
+            self._pending.advance()
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            if isinstance(self._memory, BufferPool) and self._buffer is not None:
+                self._memory.take_back(self, self._buffer)
+            self._buffer = None
+
+    def deliver(self, has_gradient: Sequence[bool]) -> None:
+        self.shard.deliver(has_gradient)

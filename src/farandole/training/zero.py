@@ -1,0 +1,237 @@
+"""ZeRO, stages 1 and 2: each rank keeps the optimizer's state for its part of the parameters alone.
+
+Source: Rajbhandari, Rasley, Ruwase and He, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+Data parallelism sums gradients by an all_reduce, which is a reduce_scatter and an all_gather. Here the first half is
+done in backward, so that each rank has the gradients of its part; it steps; and then the second half is done, with the
+new parameters in place of the gradients. So the same bytes travel, and no rank needs more of the optimizer's state than
+its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from farandole.errors import ArgumentError
+from farandole.training.data_parallel import DataParallel
+from farandole.training.layout import Layout, into_buckets
+from farandole.training.memory import zeros
+from farandole.training.shards import BufferPool, FlatShard, ScatterBucket, master_dtype
+
+__all__ = ["ZeroOptimizer"]
+
+
+class ZeroOptimizer(torch.optim.Optimizer, Joinable):
+    """Runs an optimizer on this rank's part of the parameters, and gathers what it made of them.
+
+    Works for optimizers that treat each element by itself, as SGD, Adam and AdamW do; not for those that need a norm of
+    a whole parameter, its shape, or neighbours. Parts are cut anywhere, and hold pieces of parameters as tensors of one
+    dimension. The weights are bit for bit those of the same optimizer on `DataParallel`, if gradients are: with
+    ``reproducible=True`` there, or on two ranks.
+
+    From then on, ``backward`` leaves no gradients in the parameters: each rank has the sums for its part, which
+    ``step`` uses up to `zero_grad`; several backwards add up, each travelling, unless within `DataParallel.no_sync`.
+    Parameters become views into flat memory, and 16-bit ones get 32-bit copies of this rank's part, on which the
+    optimizer works.
+
+    Args:
+        model: wraps the module; on the group whose ranks share the state.
+        optimizer_class: such as ``torch.optim.AdamW``.
+        params: parameters or groups of them, as `torch.optim.Optimizer` takes them; every trained one must be there.
+            None: all, in one group.
+        stage: 1 shards the optimizer's state, and has flat memory for all gradients; 2 has it for this rank's part,
+            and for a few buckets on their way.
+        defaults: for the optimizer, such as ``lr=1e-3``.
+
+    Raises:
+        ArgumentError: the model is none of `DataParallel`, a parameter is missing or not the model's, or the stage is
+            neither 1 nor 2.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        stage: Literal[1, 2] = 1,
+        **defaults: Any,
+    ) -> None:
+        if not isinstance(model, DataParallel):
+            raise ArgumentError(
+                f"the model is a {type(model).__name__}; wrap it first: model = farandole.training.DataParallel(model)"
+            )
+        if stage not in (1, 2):
+            raise ArgumentError(f"stage={stage!r}; it must be 1 or 2 (stage 0 is DataParallel, 3 FullyShardedParallel)")
+        Joinable.__init__(self)
+        self._model = model
+        self._parameters = model.gradient_sync.parameters
+        groups = _as_groups(self._parameters if params is None else params)
+        _require_all(groups, model)
+        self._shards = _Shards(model, stage)
+        pieces = self._shards.pieces_by_parameter()
+        sharded = [
+            {**group, "params": [piece for one in group["params"] for piece in pieces.get(id(one), [])]}
+            for group in groups
+        ]
+        self._inner = optimizer_class(sharded, **defaults)
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the optimizer on this rank's part; then every rank has all new parameters. All ranks call this.
+
+        Args:
+            closure: computes the loss once more, with gradients, before the step.
+
+        Raises:
+            ArgumentError: gradients of this rank alone are left, from `DataParallel.no_sync`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, parameter in zip(self._model.gradient_sync.names, self._parameters, strict=True):
+            if parameter.grad is not None:
+                raise ArgumentError(
+                    f"{name!r} has a gradient of this rank alone; run the last backward before step() outside no_sync()"
+                )
+        self._inner.step()
+        self._shards.gather()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients. With ``set_to_none=False`` they are zero after that."""
+        self._inner.zero_grad(set_to_none)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused, once all is dealt out.
+
+        Raises:
+            ArgumentError: always, but while the optimizer is made.
+        """
+        if hasattr(self, "_shards") and self.param_groups is self._inner.param_groups:
+            raise ArgumentError("parameters are dealt out to ranks already; make a new ZeroOptimizer with all groups")
+        super().add_param_group(param_group)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `torch.distributed.algorithms.Joinable`. Give the model and this to one `Join`, in this order."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self._model.join_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self._model.group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """This rank's part is stepped for the others, too."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class _Shards:
+    """All trained parameters, bucket by bucket in flat memory."""
+
+    def __init__(self, model: DataParallel, stage: int) -> None:
+        self._summing = summing = model.summing
+        parameters = model.gradient_sync.parameters
+        order = list(reversed(range(len(parameters))))  # the last ones' gradients come first
+        dealt = [
+            [order[one] for one in some]
+            for some in into_buckets([parameters[one] for one in order], model.bucket_bytes)
+        ]
+        self._flats: list[Tensor] = []
+        self._shards: list[FlatShard] = []
+        self._members: list[list[nn.Parameter]] = []
+        for some in dealt:
+            self._flatten([parameters[index] for index in some])
+        buckets = []
+        pools: dict[torch.dtype, BufferPool] = {}
+        for indices, flat, shard in zip(dealt, self._flats, self._shards, strict=True):
+            kind = flat.dtype, flat.device, summing.group
+            if stage == 1:
+                memory: BufferPool | Tensor = zeros(flat.numel(), *kind)
+            elif flat.dtype in pools:
+                memory = pools[flat.dtype]
+            else:
+                largest = max(one.numel() for one in self._flats if one.dtype == flat.dtype)
+                memory = pools[flat.dtype] = BufferPool(largest, *kind)
+            buckets.append(ScatterBucket(indices, shard, memory, summing))
+        model.replace_buckets(buckets)
+
+    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
+        layout = Layout([one.shape for one in parameters], self._summing.world_size)
+        first = parameters[0]
+        flat = zeros(layout.flat_numel, first.dtype, first.device, self._summing.group)
+        for parameter, place in zip(parameters, layout.places, strict=True):
+            view = place.view(flat)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        own = layout.part(flat, self._summing.rank).to(master_dtype(flat.dtype))
+        self._flats.append(flat)
+        self._shards.append(FlatShard(parameters, own, layout, self._summing.rank))
+        self._members.append(list(parameters))
+
+    def pieces_by_parameter(self) -> dict[int, list[nn.Parameter]]:
+        """By identity of each parameter, what the optimizer gets of it on this rank."""
+        found: dict[int, list[nn.Parameter]] = {id(one): [] for members in self._members for one in members}
+        for members, shard in zip(self._members, self._shards, strict=True):
+            for piece, value in zip(shard.pieces, shard.values, strict=True):
+                found[id(members[piece.tensor])].append(value)
+        return found
+
+    def gather(self) -> None:
+        """Give every rank all parts."""
+        works = []
+        for flat, shard in zip(self._flats, self._shards, strict=True):
+            own = shard.layout.part(flat, self._summing.rank)
+            if own.data_ptr() != shard.own.data_ptr():
+                own.copy_(shard.own)
+            works.append(dist.all_gather_single(flat, own, group=self._summing.group, async_op=True))
+        for work in works:
+            work.wait()
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    given = list(params)
+    if given and isinstance(given[0], dict):
+        return [{**group, "params": _as_list(group["params"])} for group in given]
+    return [{"params": _as_list(given)}]
+
+
+def _as_list(params: Any) -> list[nn.Parameter]:
+    """Parameters alone, or with names."""
+    some = [params] if isinstance(params, Tensor) else list(params)
+    return [one[1] if isinstance(one, tuple) else one for one in some]
+
+
+def _require_all(groups: Sequence[dict[str, Any]], model: DataParallel) -> None:
+    names = {id(one): name for name, one in zip(model.gradient_sync.names, model.gradient_sync.parameters, strict=True)}
+    given = [one for group in groups for one in group["params"]]
+    strange = [tuple(one.shape) for one in given if id(one) not in names and one.requires_grad]
+    if strange:
+        raise ArgumentError(f"a parameter of shape {strange[0]} is none that the model trains; take model.parameters()")
+    missing = [name for key, name in names.items() if key not in {id(one) for one in given}]
+    if missing:
+        raise ArgumentError(
+            f"the model trains {missing[0]!r}, which is in no group of params; add it, or freeze it with "
+            f"requires_grad_(False) before DataParallel"
+        )
