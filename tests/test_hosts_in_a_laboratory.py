@@ -21,9 +21,7 @@ def hosts():
         pytest.skip(str(error))
 
 
-def start(
-    hosts: Laboratory, places: list[int], script: str, **environment: str
-) -> list[subprocess.Popen]:
+def start(hosts: Laboratory, places: list[int], script: str, **environment: str) -> list[subprocess.Popen]:
     """A rank at each of ``places``."""
     job = {
         "WORLD_SIZE": str(len(places)),

@@ -6,8 +6,7 @@ each parameter's ``grad`` is then a view into its bucket.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,29 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from farandole.errors import ArgumentError
-from farandole.training.arguments import (
-    device_of,
-    group_or_world,
-    require_choice,
-    require_dense,
-    require_size,
-    require_wire_dtype,
-)
+from farandole.training.arguments import require_size
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
 from farandole.training.gradient_sync import Bucket, GradientSync, Round
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
-from farandole.training.replicas import broadcast, buffers_of, require_same_model
+from farandole.training.replicas import broadcast
 from farandole.training.summing import Pending, Summing
+from farandole.training.wrapper import Wrapper
 
 __all__ = ["DataParallel"]
 
-_MEASURED_ROUND = 2
-"""The backward whose order and times buckets are made of: the first one also warms up."""
 
-
-class DataParallel(nn.Module, Joinable):
+class DataParallel(Wrapper, Joinable):
     """Trains copies of a module, one per rank, with the gradients of all.
 
     When ``backward`` returns, every parameter's ``grad`` is the same on all ranks: the mean over ranks of what each has
@@ -65,9 +54,10 @@ class DataParallel(nn.Module, Joinable):
             loss of each is divided by the same number. Takes a buffer more per bucket.
 
     Raises:
-        ArgumentError: an argument makes no sense, or nothing is to be trained.
+        ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
+            they are refused.
         DifferentModelsError: the ranks' modules differ.
-        SparseGradientError: a layer would make sparse gradients, and they are refused.
+        SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
     """
 
@@ -84,38 +74,30 @@ class DataParallel(nn.Module, Joinable):
         wire_dtype: torch.dtype | None = None,
         reproducible: bool = False,
     ) -> None:
-        super().__init__()
-        Joinable.__init__(self)
-        require_choice("reduction", reduction, ("mean", "sum"))
-        require_choice("unused", unused, ("error", "zeros"))
-        require_choice("sparse", sparse, ("error", "dense"))
-        require_wire_dtype("wire_dtype", wire_dtype)
         if bucket_bytes != "auto":
             require_size("bucket_bytes", bucket_bytes)
-        self.group = group_or_world(group)
-        self.module = module
-        self._device = device_of(module)
-        if sparse == "error":
-            require_dense(module)
+        super().__init__(
+            module,
+            group,
+            reduction=reduction,
+            unused=unused,
+            sparse=sparse,
+            broadcast_buffers=broadcast_buffers,
+            wire_dtype=wire_dtype,
+            reproducible=reproducible,
+        )
+        Joinable.__init__(self)
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        if not trained:
-            raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
-        require_same_model(module, self.group)
-        broadcast([*module.parameters(), *module.buffers()], self.group)
-        self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
         self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse)
-        self._is_auto = bucket_bytes == "auto"
+        self.gradient_sync.on_round = self.after_round
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
-        self._num_rounds = 0
-        self._rearrange: Callable[[Round], None] = self._refill
+        self._is_auto = bucket_bytes == "auto"
+        self._owns_buckets = True
         self._divides_by_active = False
-        self._broadcast_buffers = broadcast_buffers
-        self._buffers_are_due = False  # those of all ranks are alike now
         self._register_state_dict_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
         # The first that is registered is used first, so its gradient comes last.
         self._fill_buckets(list(reversed(range(len(trained)))))
-        self.gradient_sync.on_round = self._after_round
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
@@ -124,15 +106,11 @@ class DataParallel(nn.Module, Joinable):
             src = 0
             if self._join_config.enable:
                 src, _ = self._agree_in_join(is_active=True)
-            self._share_buffers(src)
+            self.share_buffers(src)
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self.gradient_sync.watch(outputs)
         return outputs
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
-        return self.gradient_sync.off()
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
@@ -142,27 +120,19 @@ class DataParallel(nn.Module, Joinable):
         dealt = into_buckets([parameters[index] for index in order], self.bucket_bytes, first_bytes)
         self.gradient_sync.buckets = [_Bucket([order[one] for one in some], parameters, self.summing) for some in dealt]
 
-    def _after_round(self, done: Round) -> None:
-        self._num_rounds += 1
-        self._buffers_are_due = True
-        if self._num_rounds == _MEASURED_ROUND:
-            self._rearrange(done)
-
-    def _refill(self, done: Round) -> None:
-        order, self.bucket_bytes = self._agree_on_buckets(done)
-        self._fill_buckets(order)
+    def rearrange(self, done: Round) -> None:
+        """Fill buckets anew, in the order of rank 0's gradients."""
+        if self._owns_buckets:
+            order, self.bucket_bytes = self._agree_on_buckets(done)
+            self._fill_buckets(order)
+        else:
+            super().rearrange(done)
 
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Have gradients summed in these, which hold all parameters that are trained, from now on; what was delivered
         is let go of. For `ZeroOptimizer`."""
         self.gradient_sync.buckets = buckets
-        self._rearrange = self._reorder
-
-    def _reorder(self, done: Round) -> None:
-        buckets = self.gradient_sync.buckets
-        order = torch.tensor([*done.order, *sorted({*range(len(buckets))} - {*done.order})], device=self._device)
-        dist.broadcast(order, group=self.group, group_src=0)
-        self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
+        self._owns_buckets = False
 
     def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
         """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""
@@ -172,20 +142,12 @@ class DataParallel(nn.Module, Joinable):
         order = sorted(range(len(parameters)), key=ready_s.__getitem__)
         size = self.bucket_bytes
         if self._is_auto:
-            link = measure_link(self.group, self._device)
+            link = measure_link(self.group, self.device)
             size = best_bucket_bytes([parameters[one].nbytes for one in order], [ready_s[one] for one in order], link)
-        settled = torch.tensor([size, *order], device=self._device)
+        settled = torch.tensor([size, *order], device=self.device)
         dist.broadcast(settled, group=self.group, group_src=0)
         size, *order = settled.tolist()
         return order, size
-
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
-    def _share_buffers(self, src: int) -> None:
-        """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""
-        if self._buffers_are_due and self._broadcast_buffers:
-            broadcast([buffer for _, buffer in buffers_of(self.module)], self.group, src)
-        self._buffers_are_due = False
 
     # -- uneven inputs -----------------------------------------------------------------------------------------------
 
@@ -211,7 +173,7 @@ class DataParallel(nn.Module, Joinable):
     @property
     def join_device(self) -> torch.device:
         """See `torch.distributed.algorithms.Joinable`."""
-        return self._device
+        return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -220,7 +182,7 @@ class DataParallel(nn.Module, Joinable):
 
     def _agree_in_join(self, *, is_active: bool) -> tuple[int, bool]:
         """A rank that is active, and whether the backward to come is summed; its divisor is settled, too."""
-        told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self._device)
+        told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self.device)
         told[0] = is_active and self.gradient_sync.enabled
         told[1 + self.group.rank()] = is_active
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
@@ -239,7 +201,7 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """Each time that another goes on."""
         src, is_summed = self._model._agree_in_join(is_active=False)
-        self._model._share_buffers(src)
+        self._model.share_buffers(src)
         if is_summed:
             self._model.gradient_sync.shadow()
 

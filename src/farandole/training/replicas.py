@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from farandole.training.errors import DifferentModelsError
 
-__all__ = ["broadcast", "buffers_of", "require_same_model"]
+__all__ = ["broadcast", "require_same_model"]
 
 _MAX_BYTES = 1 << 25
 """That are broadcast at once, copied into one tensor."""
@@ -21,7 +21,7 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises:
     DifferentModelsError: the ranks' parameters or buffers differ in name, shape, dtype or whether they are trained.
     """
-    own = [f"{name} {describe(one)}" for name, one in _tensors_of(module)]
+    own = [f"{name} {_describe(one)}" for name, one in _tensors_of(module)]
     device = next((one.device for _, one in _tensors_of(module)), torch.device("cpu"))
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     digests = torch.empty((group.size(), len(digest)), dtype=torch.uint8, device=device)
@@ -35,15 +35,10 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
-    yield from buffers_of(module)
+    yield from module.named_buffers()
 
 
-def buffers_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """By name; each once."""
-    return list(module.named_buffers())
-
-
-def describe(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     """Shape, dtype and whether it is trained."""
     kind = "buffer" if not isinstance(tensor, nn.Parameter) else "trained" if tensor.requires_grad else "frozen"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"

@@ -1,0 +1,97 @@
+"""What the wrappers of this package do alike: check what they are given, make the ranks' copies equal, share buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.errors import ArgumentError
+from farandole.training.arguments import (
+    device_of,
+    group_or_world,
+    require_choice,
+    require_dense,
+    require_wire_dtype,
+)
+from farandole.training.gradient_sync import GradientSync, Round
+from farandole.training.replicas import broadcast, require_same_model
+from farandole.training.summing import Summing
+
+__all__ = ["Wrapper"]
+
+_MEASURED_ROUND = 2
+"""The backward by which buckets are arranged anew: the first one also warms up."""
+
+
+class Wrapper(nn.Module):
+    """A module whose gradients are summed over the ranks of a group; see `farandole.training.DataParallel` for the
+    arguments.
+
+    Attributes:
+        module: what is wrapped.
+        group: of ranks.
+        device: of the module.
+        summing: how gradients are summed.
+        gradient_sync: what takes them; the subclass sets it.
+    """
+
+    gradient_sync: GradientSync
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        *,
+        reduction: Literal["mean", "sum"],
+        unused: Literal["error", "zeros"],
+        sparse: Literal["error", "dense"],
+        broadcast_buffers: bool,
+        wire_dtype: torch.dtype | None,
+        reproducible: bool,
+    ) -> None:
+        super().__init__()
+        require_choice("reduction", reduction, ("mean", "sum"))
+        require_choice("unused", unused, ("error", "zeros"))
+        require_choice("sparse", sparse, ("error", "dense"))
+        require_wire_dtype("wire_dtype", wire_dtype)
+        self.group = group_or_world(group)
+        self.module = module
+        self.device = device_of(module)
+        if sparse == "error":
+            require_dense(module)
+        if not any(one.requires_grad for one in module.parameters()):
+            raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
+        require_same_model(module, self.group)
+        broadcast([*module.parameters(), *module.buffers()], self.group)
+        self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_are_due = False  # those of all ranks are alike now
+        self._num_rounds = 0
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
+        return self.gradient_sync.off()
+
+    def after_round(self, done: Round) -> None:
+        """Called when a backward has delivered."""
+        self._num_rounds += 1
+        self._buffers_are_due = True
+        if self._num_rounds == _MEASURED_ROUND:
+            self.rearrange(done)
+
+    def rearrange(self, done: Round) -> None:
+        """Have buckets started in the order in which those of rank 0 were full."""
+        buckets = self.gradient_sync.buckets
+        order = torch.tensor([*done.order, *sorted({*range(len(buckets))} - {*done.order})], device=self.device)
+        dist.broadcast(order, group=self.group, group_src=0)
+        self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
+
+    def share_buffers(self, src: int = 0) -> None:
+        """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""
+        if self._buffers_are_due and self._broadcast_buffers:
+            broadcast([buffer for _, buffer in self.module.named_buffers()], self.group, src)
+        self._buffers_are_due = False
