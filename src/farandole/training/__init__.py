@@ -13,6 +13,7 @@ from farandole.training.errors import (
     SparseGradientError,
     UnusedParametersError,
 )
+from farandole.training.fully_sharded import FullyShardedParallel
 from farandole.training.naive import NaiveDataParallel
 from farandole.training.zero import ZeroOptimizer
 
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "DataParallel",
     "DifferentModelsError",
+    "FullyShardedParallel",
     "NaiveDataParallel",
     "NotGatheredError",
     "SparseGradientError",

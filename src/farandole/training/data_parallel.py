@@ -88,7 +88,7 @@ class DataParallel(Wrapper, Joinable):
         )
         Joinable.__init__(self)
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse)
+        self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse, reproducible=reproducible)
         self.gradient_sync.on_round = self.after_round
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._is_auto = bucket_bytes == "auto"

@@ -8,7 +8,8 @@ buckets are waited for, and deliver.
 
 A parameter may accumulate more than once in a backward: one whose uses are checkpointed by themselves. It is taken when
 it has accumulated as often as in the backward before. What accumulates after its bucket was started is *late*: if any
-rank has such gradients, the bucket goes another round.
+rank has such gradients, the bucket goes another round. That adds up in another order; where it matters, the first
+backward takes everything at its end.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class GradientSync:
         group: whose ranks sum.
         unused: "error" if every parameter must have a gradient on every rank, else "zeros".
         sparse: "error" if sparse gradients are refused, else "dense".
+        reproducible: whether the order matters in which the gradients of one parameter add up.
 
     Attributes:
         buckets: in the order in which they are started, the same on all ranks; to be set before the first backward.
@@ -93,7 +95,13 @@ class GradientSync:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, unused: str, sparse: str
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        unused: str,
+        sparse: str,
+        reproducible: bool,
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
@@ -103,7 +111,8 @@ class GradientSync:
         self._group = group
         self._unused = unused
         self._sparse = sparse
-        self._expected = [1] * len(self.parameters)  # how often each accumulates in a backward
+        # How often each accumulates in a backward; so long as that is not known, 0 stands for "at the end".
+        self._expected = [0 if reproducible else 1] * len(self.parameters)
         self._awaits_end = False
         self._is_open = False
         self._nodes = []  # autograd itself holds them weakly
@@ -167,7 +176,7 @@ class GradientSync:
         if not self.enabled:
             return
         self._num_accumulated[index] += 1
-        if self._num_accumulated[index] >= self._expected[index]:
+        if 0 < self._expected[index] <= self._num_accumulated[index]:
             self._take(index)
 
     def _take(self, index: int) -> None:

@@ -21,7 +21,7 @@ from farandole.training.summing import Pending, Summing
 __all__ = ["BufferPool", "FlatShard", "ScatterBucket", "master_dtype"]
 
 _NUM_BUFFERS = 3
-"""That a pool makes before it waits for one that is in use."""
+"""That are in use before a pool waits for one."""
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,27 +72,27 @@ class FlatShard:
 
 
 class BufferPool:
-    """Flat memory for gradients on their way, shared by buckets of one dtype.
+    """Flat memory for gradients on their way, shared by buckets of one dtype."""
 
-    Args:
-        numel: of the largest bucket.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._numel = numel
+    def __init__(self, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
         self._kind = dtype, device, group
         self._free: list[Tensor] = []
         self._lent: list[ScatterBucket] = []  # whose sums were started, oldest first
-        self.num_made = 0
+        self._num_taken = 0
 
-    def take(self) -> Tensor:
-        """Some memory, with anything in it. Once enough was made, waits for the oldest sum that is under way."""
-        if not self._free and self.num_made >= _NUM_BUFFERS and self._lent:
+    def take(self, numel: int) -> Tensor:
+        """So much memory or more, with anything in it. If much was taken already, waits for the oldest sum that is
+        under way."""
+        if self._num_taken >= _NUM_BUFFERS and self._lent:
             self._lent[0].wait()
-        if not self._free:
-            self._free.append(zeros(self._numel, *self._kind))
-            self.num_made += 1
-        return self._free.pop()
+        self._num_taken += 1
+        fitting = [one for one in self._free if one.numel() >= numel]
+        if fitting:
+            best = min(fitting, key=Tensor.numel)
+            self._free = [one for one in self._free if one is not best]
+            return best
+        self._free.clear()  # too small ones
+        return zeros(numel, *self._kind)
 
     def lend(self, bucket: ScatterBucket) -> None:
         """The memory of ``bucket`` comes back when it has waited."""
@@ -101,6 +101,7 @@ class BufferPool:
     def take_back(self, bucket: ScatterBucket, memory: Tensor) -> None:
         """What ``bucket`` took is free again."""
         self._lent.remove(bucket)
+        self._num_taken -= 1
         self._free.append(memory)
 
 
@@ -136,7 +137,11 @@ class ScatterBucket:
 
     def _flat(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = self._memory.take() if isinstance(self._memory, BufferPool) else self._memory
+            self._buffer = (
+                self._memory.take(self.shard.layout.flat_numel)
+                if isinstance(self._memory, BufferPool)
+                else self._memory
+            )
         return self._buffer[: self.shard.layout.flat_numel]
 
     def start(self) -> None:

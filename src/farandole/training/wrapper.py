@@ -1,4 +1,4 @@
-"""What the wrappers of this package do alike: check what they are given, make the ranks' copies equal, share buffers."""
+"""What the wrappers of this package do alike: check what they are given, make copies equal, share buffers."""
 
 from __future__ import annotations
 

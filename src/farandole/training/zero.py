@@ -169,11 +169,8 @@ class _Shards:
             kind = flat.dtype, flat.device, summing.group
             if stage == 1:
                 memory: BufferPool | Tensor = zeros(flat.numel(), *kind)
-            elif flat.dtype in pools:
-                memory = pools[flat.dtype]
             else:
-                largest = max(one.numel() for one in self._flats if one.dtype == flat.dtype)
-                memory = pools[flat.dtype] = BufferPool(largest, *kind)
+                memory = pools.setdefault(flat.dtype, BufferPool(*kind))
             buckets.append(ScatterBucket(indices, shard, memory, summing))
         model.replace_buckets(buckets)
 

@@ -1,0 +1,340 @@
+"""ZeRO, stage 3: each rank keeps its part of the parameters, of their gradients and of the optimizer's state.
+
+Source: Rajbhandari, Rasley, Ruwase and He, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+The model is cut into units (see `farandole.training.units`). Before a unit computes, forward or backward, its
+parameters are gathered, and those of the unit that came next the last time are on their way; after that they are let go
+of. Its gradients are summed as in stage 2. So 3(N-1)/N of the parameters' bytes travel, where an all_reduce has
+2(N-1)/N.
+
+When a unit is let go of in backward, all of it must be through: not when its gradients are there, as other parameters
+of it may be frozen, but when backward arrives at its inputs; or, if these have no gradients, at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from farandole.errors import ArgumentError
+from farandole.training.arguments import require_wire_dtype
+from farandole.training.gradient_sync import GradientSync, tensors_in
+from farandole.training.shards import BufferPool, ScatterBucket
+from farandole.training.units import Flat, Owner, Unit, units_of
+from farandole.training.wrapper import Wrapper
+
+__all__ = ["FullyShardedParallel"]
+
+
+class FullyShardedParallel(Wrapper):
+    """Trains a module of which each rank keeps a part.
+
+    ``parameters()`` are this rank's pieces: tensors of one dimension, to be given to an optimizer that treats each
+    element by itself, after this wrapper is made. Each has the ``whole_name`` and the ``whole_shape`` of its parameter,
+    for groups. Weights are bit for bit those of `DataParallel`, if gradients are: with ``reproducible=True``, or on two
+    ranks.
+
+    The parameters of a unit are whole while it computes; elsewhere, using one raises `NotGatheredError`; see
+    `gathered`. What belongs to no unit is a unit of its own, and stays gathered from the forward to the end of
+    backward; so do parameters that several units share. All ranks must use the units in the same order.
+
+    Args:
+        module: the same on each rank, on one device. Its parameters are emptied.
+        units: classes of modules that are units. None: the items of every ``ModuleList`` and ``Sequential``.
+        param_dtype: 16-bit floats in which parameters and inputs are computed with, and gradients travel; the optimizer
+            works on the parameters as they were, and gradients are summed in 32 bits. None: as they are.
+        group: of ranks; the world if None.
+        reduction: see `DataParallel`, as for all that follow.
+        unused: likewise.
+        sparse: likewise.
+        broadcast_buffers: likewise.
+        wire_dtype: likewise, for gradients.
+        reproducible: likewise.
+
+    Raises:
+        ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
+            they are refused.
+        DifferentModelsError: the ranks' modules differ.
+        UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        units: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+        param_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        unused: Literal["error", "zeros"] = "error",
+        sparse: Literal["error", "dense"] = "error",
+        broadcast_buffers: bool = True,
+        wire_dtype: torch.dtype | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        require_wire_dtype("param_dtype", param_dtype)
+        super().__init__(
+            module,
+            group,
+            reduction=reduction,
+            unused=unused,
+            sparse=sparse,
+            broadcast_buffers=broadcast_buffers,
+            wire_dtype=wire_dtype,
+            reproducible=reproducible,
+        )
+        self._param_dtype = param_dtype
+        kinds = (units,) if isinstance(units, type) else units
+        modules = units_of(module, kinds)
+        if kinds is not None and not modules:
+            raise ArgumentError(f"the module has none of units={', '.join(kind.__name__ for kind in kinds)}")
+        self.units = self._make_units(modules)
+        self._rest = self.units[0]
+        self._order: list[Unit] = []  # as units computed in the last forward
+        self._next_order: list[Unit] = []
+        self._place = 0  # in the order, where backward is
+        self.num_backwards = 0
+        self._awaits_end = False
+        flats = [flat for unit in self.units for flat in unit.flats]
+        trained = [flat for flat in flats if flat.whole[0].requires_grad]
+        self.gradient_sync = GradientSync(
+            {name: one for flat in trained for name, one in zip(flat.names, flat.whole, strict=True)},
+            self.group,
+            unused=unused,
+            sparse=sparse,
+            reproducible=reproducible,
+        )
+        self.gradient_sync.on_round = self.after_round
+        self.gradient_sync.buckets = self._make_buckets(trained)
+        for unit in self.units[1:]:
+            self._watch(modules[unit.name], unit)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _make_units(self, modules: Mapping[str, nn.Module]) -> list[Unit]:
+        """That of what belongs to no module of ``modules`` comes first."""
+        unit_of_module = {id(child): name for name, one in modules.items() for child in one.modules()}
+        owners: dict[int, list[Owner]] = {}
+        units: dict[int, str] = {}
+        for one in self.module.modules():
+            for attribute, parameter in one._parameters.items():
+                if parameter is not None:
+                    name = unit_of_module.get(id(one), "")
+                    units[id(parameter)] = name if units.get(id(parameter), name) == name else ""
+                    owners.setdefault(id(parameter), []).append(Owner(one, attribute))
+        kinds: dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = {"": {}}
+        for name, parameter in self.module.named_parameters():
+            of_unit = kinds.setdefault(units[id(parameter)], {})
+            of_unit.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        return [
+            Unit(unit, [self._make_flat(some, owners) for some in of_unit.values()]) for unit, of_unit in kinds.items()
+        ]
+
+    def _make_flat(self, some: list[tuple[str, nn.Parameter]], owners: Mapping[int, list[Owner]]) -> Flat:
+        names, parameters = zip(*some, strict=True)
+        dtype = parameters[0].dtype
+        if self._param_dtype is not None and dtype.is_floating_point:
+            dtype = self._param_dtype
+        return Flat(names, parameters, [owners[id(one)] for one in parameters], dtype, self.summing)
+
+    def _make_buckets(self, trained: list[Flat]) -> list[ScatterBucket]:
+        """In the order in which backward probably fills them."""
+        pools: dict[torch.dtype, BufferPool] = {}
+        buckets = []
+        at = 0
+        for flat in trained:
+            dtype = flat.whole[0].dtype
+            pool = pools.setdefault(dtype, BufferPool(dtype, self.device, self.group))
+            buckets.append(ScatterBucket(range(at, at + len(flat.names)), flat.shard, pool, self.summing))
+            at += len(flat.names)
+        return buckets[::-1]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        if self._param_dtype is not None:
+            args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
+        for_backward = torch.is_grad_enabled()
+        if for_backward and self.training:
+            self.share_buffers()
+        if not _is_in_backward():
+            self._let_go()  # of what may have been stepped since
+        self._next_order = []
+        self._rest.gather()
+        if self._order:
+            self._order[0].start()
+        try:
+            outputs = self.module(*args, **kwargs)
+        finally:
+            self._order = self._next_order or self._order
+            kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
+            for unit in self.units:
+                if unit not in kept:
+                    unit.release()
+        if for_backward:
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._await_end())
+            self.gradient_sync.watch(outputs)
+        return outputs
+
+    def _cast(self, value: object) -> object:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self._param_dtype)
+        return value
+
+    def _watch(self, module: nn.Module, unit: Unit) -> None:
+        """Gather the parameters of ``unit`` whenever ``module`` computes."""
+        calls: list[_Call] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = _Call(self, unit)
+            calls.append(call)
+            self._use(unit)
+            return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
+
+        def after(_: nn.Module, __: Any, outputs: Any) -> None:
+            calls.pop().watch_outputs(outputs)
+            if not _is_in_backward() and unit is not self._last_of_before:
+                unit.release()
+
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after, always_call=True)  # also where a recomputation stops when it has enough
+
+    @property
+    def _last_of_before(self) -> Unit | None:
+        """The unit that probably computes last: backward begins with it."""
+        return self._order[-1] if self._order and torch.is_grad_enabled() else None
+
+    def _use(self, unit: Unit) -> None:
+        unit.gather()
+        if _is_in_backward():
+            return
+        self._next_order.append(unit)
+        place = len(self._next_order)
+        if place < len(self._order) and self._order[place - 1] is unit:
+            self._order[place].start()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _await_end(self) -> None:
+        if not self._awaits_end:
+            self._awaits_end = True
+            self._place = len(self._order)
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        self.num_backwards += 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._awaits_end = False
+        for unit in self.units:
+            unit.num_entered = 0
+            unit.release()
+
+    def use_in_backward(self, unit: Unit) -> None:
+        """Gather a unit for its backward; the one before it is on its way then."""
+        self._await_end()
+        unit.gather()
+        place = next((one for one in reversed(range(self._place)) if self._order[one] is unit), 0)
+        if place > 0:
+            self._place = place
+            self._order[place - 1].start()
+
+    # -- whole parameters --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A context in which the module has all its parameters, as the optimizer has them. What is written into them is
+        kept by the rank whose part it is. All ranks enter and leave together; there is no forward in between."""
+        self._let_go()
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for unit in self.units:
+                for flat in unit.flats:
+                    stack.enter_context(flat.shown_as_owned())
+            yield
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces, by the names of their parameters in the module that is wrapped."""
+        for unit in self.units:
+            for flat in unit.flats:
+                for piece, value in zip(flat.shard.pieces, flat.shard.values, strict=True):
+                    yield f"{prefix}{'.' if prefix else ''}{flat.names[piece.tensor]}", value
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of the module, with whole parameters, on every rank. All ranks call this."""
+        with self.gathered():
+            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take whole parameters, the same on every rank. All ranks call this."""
+        if assign:
+            raise ArgumentError("assign=True; sharded parameters are copied into: leave it out")
+        with self.gathered():
+            return self.module.load_state_dict(state_dict, strict)
+
+
+class _Call:
+    """One forward of a unit, whose backward is to come."""
+
+    def __init__(self, model: FullyShardedParallel, unit: Unit) -> None:
+        self._model = model
+        self._unit = unit
+        self._entered = -1  # in which backward
+
+    def watch_inputs(self, inputs: Any) -> Any:
+        """Know when backward arrives at them: ``inputs`` to go on with."""
+        leaves, structure = pytree.tree_flatten(inputs)
+        places = [place for place, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
+        if places:
+            for place, tensor in zip(places, _Leave.apply(self, *(leaves[place] for place in places)), strict=True):
+                leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, structure)
+
+    def watch_outputs(self, outputs: object) -> None:
+        """Know when backward begins."""
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter())
+
+    def _enter(self) -> None:
+        if self._entered != self._model.num_backwards:
+            self._entered = self._model.num_backwards
+            self._unit.num_entered += 1
+            self._model.use_in_backward(self._unit)
+
+    def leave(self) -> None:
+        """Backward is through with this call."""
+        if self._entered == self._model.num_backwards:
+            self._entered = -1
+            self._unit.num_entered -= 1
+            if self._unit.num_entered == 0:
+                self._unit.release()
+
+
+class _Leave(torch.autograd.Function):
+    """Nothing, but for what happens when backward arrives here."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.call.leave()
+        return (None, *gradients)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,240 @@
+"""A unit: a part of a model whose parameters are gathered and let go of together.
+
+Outside of its use, a rank holds its part of the unit's flat tensors alone (see `farandole.training.layout`); the
+modules then have an `Absent` in place of each parameter. To *gather* is to fill the flat tensors with the parts of all
+ranks, and to give the modules parameters that are views into them. To *release* is to give that memory back. What
+autograd has saved of the parameters lies in the same memory, so it is there again once the unit is gathered for
+backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.training.errors import NotGatheredError
+from farandole.training.layout import Layout
+from farandole.training.memory import zeros
+from farandole.training.shards import FlatShard, master_dtype
+from farandole.training.summing import Summing
+
+__all__ = ["Absent", "Flat", "Owner", "Unit", "units_of"]
+
+
+class Owner(NamedTuple):
+    """Where a module has a parameter; a tied one has several."""
+
+    module: nn.Module
+    attribute: str
+
+
+class Absent:
+    """In place of a parameter that is not gathered: whatever is done with it is refused."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def refuse(self) -> NoReturn:
+        """Raises:
+        NotGatheredError: always.
+        """
+        raise NotGatheredError(
+            f"{self._name!r} is sharded, and whole only while its module computes; use it in a forward that the "
+            f"wrapped model calls, or within `with model.gathered():`"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        for one in torch.utils._pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(one, cls):
+                one.refuse()
+        raise AssertionError("called for none of its own")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()
+
+
+def _refuse(self: Absent, *_: object) -> NoReturn:
+    self.refuse()
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "rpow", "neg"),
+    *("getitem", "setitem", "len", "iter", "float", "array", "abs", "lt", "le", "gt", "ge", "bool"),
+):
+    setattr(Absent, f"__{_name}__", _refuse)
+
+
+class Flat:
+    """Parameters of a unit that are of one dtype, and all trained or all frozen, in one flat tensor.
+
+    Args:
+        names: of the parameters.
+        parameters: with the values to begin with; they are emptied.
+        owners: per parameter.
+        dtype: in which they are gathered.
+        summing: knows the ranks.
+
+    Attributes:
+        whole: per parameter what the modules compute with; its memory is there while gathered.
+        shard: what this rank owns.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        owners: Sequence[Sequence[Owner]],
+        dtype: torch.dtype,
+        summing: Summing,
+    ) -> None:
+        self.names = names
+        self.owners = owners
+        self.group = summing.group
+        self.layout = Layout([one.shape for one in parameters], summing.world_size)
+        first = parameters[0]
+        values = first.new_zeros(self.layout.flat_numel, dtype=master_dtype(first.dtype))
+        for parameter, place in zip(parameters, self.layout.places, strict=True):
+            place.view(values).copy_(parameter.detach())
+        own = zeros(self.layout.part_numel, values.dtype, values.device, summing.group)
+        own.copy_(self.layout.part(values, summing.rank))
+        self.shard = FlatShard(parameters, own, self.layout, summing.rank)
+        for piece, value in zip(self.shard.pieces, self.shard.values, strict=True):
+            value.whole_name, value.whole_shape = names[piece.tensor], parameters[piece.tensor].shape
+        self._memory = torch.empty(self.layout.flat_numel, dtype=dtype, device=values.device)
+        self._num_bytes = self._memory.untyped_storage().nbytes()
+        self.whole = [
+            nn.Parameter(place.view(self._memory), requires_grad=one.requires_grad)
+            for one, place in zip(parameters, self.layout.places, strict=True)
+        ]
+        self._absent = [Absent(name) for name in names]
+        for parameter in parameters:
+            parameter.data = parameter.new_empty(0)
+        self.release()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory while gathered."""
+        return int(self._num_bytes)
+
+    def start(self) -> dist.Work:
+        """Start to gather."""
+        self._memory.untyped_storage().resize_(self._num_bytes)
+        self._sent = self.shard.own.to(self._memory.dtype)  # in use until that is done
+        # A tensor that autograd saved has not changed when its memory is filled again: data has versions of its own.
+        return dist.all_gather_single(self._memory.data, self._sent, group=self.group, async_op=True)
+
+    def show(self, tensors: Sequence[nn.Parameter] | None = None) -> None:
+        """Give the modules their parameters: ``whole``, or others."""
+        for parameter, owners in zip(self.whole if tensors is None else tensors, self.owners, strict=True):
+            for module, attribute in owners:
+                setattr(module, attribute, parameter)  # some modules, as nn.LSTM, keep a list beside
+
+    def hide(self) -> None:
+        """Give the modules an `Absent` for each parameter."""
+        for absent, owners in zip(self._absent, self.owners, strict=True):
+            for module, attribute in owners:
+                module._parameters.pop(attribute, None)
+                module.__dict__[attribute] = absent
+
+    def release(self) -> None:
+        """Hide, and give the memory back."""
+        self.hide()
+        self._memory.untyped_storage().resize_(0)
+
+    @contextlib.contextmanager
+    def shown_as_owned(self) -> Iterator[None]:
+        """Give the modules parameters of the dtype that the optimizer works in; what is written into this rank's part
+        stays."""
+        values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
+        dist.all_gather_single(values, self.shard.own, group=self.group)
+        self.show(
+            [
+                nn.Parameter(place.view(values), requires_grad=one.requires_grad)
+                for place, one in zip(self.layout.places, self.whole, strict=True)
+            ]
+        )
+        try:
+            yield
+        finally:
+            self.shard.own.copy_(self.layout.part(values, self.group.rank()))
+            self.hide()
+
+
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        name: of the module, "" for the rest of the model.
+        flats: of its parameters.
+
+    Attributes:
+        num_entered: forwards whose backward is under way.
+    """
+
+    def __init__(self, name: str, flats: Sequence[Flat]) -> None:
+        self.name = name
+        self.flats = flats
+        self.num_entered = 0
+        self._works: list[dist.Work] | None = None
+        self._is_shown = False
+
+    def start(self) -> None:
+        """Start to gather, unless that was done."""
+        if self._works is None:
+            self._works = [flat.start() for flat in self.flats]
+
+    def gather(self) -> None:
+        """Return when the modules have their parameters."""
+        self.start()
+        if not self._is_shown:
+            for work in self._works or ():
+                work.wait()
+            for flat in self.flats:
+                flat.show()
+            self._is_shown = True
+
+    def release(self) -> None:
+        """Let go of what is gathered."""
+        if self._works is None:
+            return
+        if not self._is_shown:
+            for work in self._works:
+                work.wait()
+        for flat in self.flats:
+            flat.release()
+        self._works, self._is_shown = None, False
+
+
+def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> dict[str, nn.Module]:
+    """Modules that are units of their own, by name; the outermost ones.
+
+    Args:
+        module: the whole.
+        kinds: those of these classes; None takes the items of every ``ModuleList`` and ``Sequential``.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent.named_children():
+            if kinds is None:
+                is_unit = isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(
+                    child, (nn.ModuleList, nn.Sequential)
+                )
+            else:
+                is_unit = isinstance(child, kinds)
+            if is_unit and any(True for _ in child.parameters()):
+                if not any(child is one for one in found.values()):
+                    found[prefix + name] = child
+            else:
+                look(child, f"{prefix}{name}.")
+
+    look(module, "")
+    return found
