@@ -92,7 +92,7 @@ class DataParallel(Wrapper, Joinable):
         self.gradient_sync.on_round = self.after_round
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._is_auto = bucket_bytes == "auto"
-        self._owns_buckets = True
+        self.is_sharded = False
         self._divides_by_active = False
         self._register_state_dict_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -122,7 +122,7 @@ class DataParallel(Wrapper, Joinable):
 
     def rearrange(self, done: Round) -> None:
         """Fill buckets anew, in the order of rank 0's gradients."""
-        if self._owns_buckets:
+        if not self.is_sharded:
             order, self.bucket_bytes = self._agree_on_buckets(done)
             self._fill_buckets(order)
         else:
@@ -132,7 +132,7 @@ class DataParallel(Wrapper, Joinable):
         """Have gradients summed in these, which hold all parameters that are trained, from now on; what was delivered
         is let go of. For `ZeroOptimizer`."""
         self.gradient_sync.buckets = buckets
-        self._owns_buckets = False
+        self.is_sharded = True
 
     def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
         """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""

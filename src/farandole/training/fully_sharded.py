@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
 from farandole.training.gradient_sync import GradientSync, tensors_in
-from farandole.training.shards import BufferPool, ScatterBucket
+from farandole.training.shards import BufferPool, Holding, ScatterBucket
 from farandole.training.units import Flat, Owner, Unit, units_of
 from farandole.training.wrapper import Wrapper
 
@@ -265,10 +265,14 @@ class FullyShardedParallel(Wrapper):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's pieces, by the names of their parameters in the module that is wrapped."""
+        for one in self.holdings():
+            yield f"{prefix}{'.' if prefix else ''}{one.name}", one.value
+
+    def holdings(self) -> Iterator[Holding]:
+        """What this rank has of each parameter."""
         for unit in self.units:
             for flat in unit.flats:
-                for piece, value in zip(flat.shard.pieces, flat.shard.values, strict=True):
-                    yield f"{prefix}{'.' if prefix else ''}{flat.names[piece.tensor]}", value
+                yield from flat.shard.holdings()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the module, with whole parameters, on every rank. All ranks call this."""

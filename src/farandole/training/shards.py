@@ -8,7 +8,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,28 @@ from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Pending, Summing
 
-__all__ = ["BufferPool", "FlatShard", "ScatterBucket", "master_dtype"]
+__all__ = ["BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
 _NUM_BUFFERS = 3
 """That are in use before a pool waits for one."""
+
+
+class Holding(NamedTuple):
+    """What this rank holds of a parameter.
+
+    Attributes:
+        name: of the parameter in the module that is wrapped.
+        shape: of the whole parameter.
+        start: its first element that is here.
+        stop: behind the last one.
+        value: these, which an optimizer works on.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    value: nn.Parameter
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,6 +52,7 @@ class FlatShard:
     """This rank's part of some parameters.
 
     Args:
+        names: of the parameters.
         parameters: whole ones.
         own: where the part is; of the dtype that the optimizer works in.
         layout: of the parameters.
@@ -44,7 +64,10 @@ class FlatShard:
         gradient: of the part.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], own: Tensor, layout: Layout, rank: int) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], own: Tensor, layout: Layout, rank: int
+    ) -> None:
+        self.names = names
         self.layout = layout
         self.own = own
         self.pieces = layout.pieces(rank)
@@ -52,6 +75,12 @@ class FlatShard:
             nn.Parameter(piece.view(own), requires_grad=parameters[piece.tensor].requires_grad) for piece in self.pieces
         ]
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
+
+    def holdings(self) -> Iterator[Holding]:
+        """Of the parameters that have a piece here."""
+        for piece, value in zip(self.pieces, self.values, strict=True):
+            shape = self.layout.places[piece.tensor].shape
+            yield Holding(self.names[piece.tensor], shape, piece.start, piece.stop, value)
 
     @property
     def holds_gradients(self) -> bool:

@@ -105,9 +105,9 @@ class Flat:
             place.view(values).copy_(parameter.detach())
         own = zeros(self.layout.part_numel, values.dtype, values.device, summing.group)
         own.copy_(self.layout.part(values, summing.rank))
-        self.shard = FlatShard(parameters, own, self.layout, summing.rank)
-        for piece, value in zip(self.shard.pieces, self.shard.values, strict=True):
-            value.whole_name, value.whole_shape = names[piece.tensor], parameters[piece.tensor].shape
+        self.shard = FlatShard(names, parameters, own, self.layout, summing.rank)
+        for one in self.shard.holdings():
+            one.value.whole_name, one.value.whole_shape = one.name, one.shape
         self._memory = torch.empty(self.layout.flat_numel, dtype=dtype, device=values.device)
         self._num_bytes = self._memory.untyped_storage().nbytes()
         self.whole = [
