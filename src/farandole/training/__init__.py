@@ -5,6 +5,8 @@ Everything here is written on `torch.distributed` alone, so it runs on any backe
 
 from __future__ import annotations
 
+from farandole.training.checkpoint import export_weights, load_checkpoint, save_checkpoint
+from farandole.training.clipping import clip_grad_norm_
 from farandole.training.data_parallel import DataParallel
 from farandole.training.errors import (
     CheckpointError,
@@ -27,4 +29,8 @@ __all__ = [
     "SparseGradientError",
     "UnusedParametersError",
     "ZeroOptimizer",
+    "clip_grad_norm_",
+    "export_weights",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

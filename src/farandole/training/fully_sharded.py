@@ -268,6 +268,15 @@ class FullyShardedParallel(Wrapper):
         for one in self.holdings():
             yield f"{prefix}{'.' if prefix else ''}{one.name}", one.value
 
+    def sharded_shapes(self) -> dict[str, torch.Size]:
+        """Of all parameters."""
+        return {
+            name: place.shape
+            for unit in self.units
+            for flat in unit.flats
+            for name, place in zip(flat.names, flat.layout.places, strict=True)
+        }
+
     def holdings(self) -> Iterator[Holding]:
         """What this rank has of each parameter."""
         for unit in self.units:

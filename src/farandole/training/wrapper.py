@@ -35,6 +35,7 @@ class Wrapper(nn.Module):
         module: what is wrapped.
         group: of ranks.
         device: of the module.
+        aliases: the other names of tied parameters, and what they are called first.
         summing: how gradients are summed.
         gradient_sync: what takes them; the subclass sets it.
     """
@@ -60,6 +61,7 @@ class Wrapper(nn.Module):
         require_wire_dtype("wire_dtype", wire_dtype)
         self.group = group_or_world(group)
         self.module = module
+        self.aliases = _aliases(module)
         self.device = device_of(module)
         if sparse == "error":
             require_dense(module)
@@ -95,3 +97,12 @@ class Wrapper(nn.Module):
         if self._buffers_are_due and self._broadcast_buffers:
             broadcast([buffer for _, buffer in self.module.named_buffers()], self.group, src)
         self._buffers_are_due = False
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found

@@ -48,6 +48,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             and for a few buckets on their way.
         defaults: for the optimizer, such as ``lr=1e-3``.
 
+    Attributes:
+        model: whose parameters these are.
+        names_in_groups: of the parameters of each group, on any rank.
+
     Raises:
         ArgumentError: the model is none of `DataParallel`, a parameter is missing or not the model's, or the stage is
             neither 1 nor 2.
@@ -75,11 +79,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         _require_all(groups, model)
         self._shards = _Shards(model, stage)
         names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
-        self._names = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
+        self.names_in_groups = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
         values = {one.name: one.value for one in self.holdings()}
         sharded = [
             {**group, "params": [values[name] for name in some if name in values]}
-            for group, some in zip(groups, self._names, strict=True)
+            for group, some in zip(groups, self.names_in_groups, strict=True)
         ]
         self._inner = optimizer_class(sharded, **defaults)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -105,12 +109,20 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                     f"{name!r} has a gradient of this rank alone; run the last backward before step() outside no_sync()"
                 )
         self._inner.step()
-        self._shards.gather()
+        self.gather()
         return loss
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank's optimizer works on."""
         return self._shards.holdings()
+
+    def sharded_shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that are trained."""
+        return {name: one.shape for name, one in zip(self.model.gradient_sync.names, self._parameters, strict=True)}
+
+    def gather(self) -> None:
+        """Give every rank the parameters as their owners have them. All ranks call this."""
+        self._shards.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of all gradients. With ``set_to_none=False`` they are zero after that."""
