@@ -38,6 +38,7 @@ class Wrapper(nn.Module):
         aliases: the other names of tied parameters, and what they are called first.
         summing: how gradients are summed.
         gradient_sync: what takes them; the subclass sets it.
+        waited_s: seconds that ``backward`` has waited for sums when it was through itself, all in all.
     """
 
     gradient_sync: GradientSync
@@ -73,6 +74,7 @@ class Wrapper(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffers_are_due = False  # those of all ranks are alike now
         self._num_rounds = 0
+        self.waited_s = 0.0
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
@@ -81,6 +83,7 @@ class Wrapper(nn.Module):
     def after_round(self, done: Round) -> None:
         """Called when a backward has delivered."""
         self._num_rounds += 1
+        self.waited_s += done.waited_s
         self._buffers_are_due = True
         if self._num_rounds == _MEASURED_ROUND:
             self.rearrange(done)
