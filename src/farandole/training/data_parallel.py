@@ -6,7 +6,7 @@ each parameter's ``grad`` is then a view into its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from farandole.training.arguments import require_size
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
-from farandole.training.gradient_sync import Bucket, GradientSync, Round
+from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.replicas import broadcast
@@ -283,6 +283,11 @@ class _Bucket(Bucket):
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         for parameter, view, has in zip(self._parameters, self._views, has_gradient, strict=True):
             parameter.grad = view if has else None
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        for flat in (self._flat, self._spare, self._carried):
+            if flat is not None:
+                yield "gradients", flat
 
 
 def _as_parameter(view: Tensor, parameter: Tensor) -> Tensor:

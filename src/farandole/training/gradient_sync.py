@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,10 @@ from torch.utils import _pytree as pytree
 
 from farandole.training.errors import SparseGradientError, UnusedParametersError
 
-__all__ = ["Bucket", "GradientSync", "Round", "tensors_in"]
+__all__ = ["Bucket", "GradientSync", "Kind", "Round", "tensors_in"]
+
+Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
+"""What memory is held for; buffers are for what is on its way between ranks."""
 
 _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
@@ -61,6 +64,9 @@ class Bucket(Protocol):
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         """Give each parameter its sum; none to those that had no gradient on any rank."""
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for; some of it perhaps more than once."""
 
 
 @dataclasses.dataclass

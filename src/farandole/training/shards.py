@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Pending, Summing
 
-__all__ = ["BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
+__all__ = ["NUM_BUFFERS", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
-_NUM_BUFFERS = 3
+NUM_BUFFERS = 2
 """That are in use before a pool waits for one."""
 
 
@@ -101,26 +102,30 @@ class FlatShard:
 
 
 class BufferPool:
-    """Flat memory for gradients on their way, shared by buckets of one dtype."""
+    """Flat memory for gradients on their way, shared by buckets of one dtype.
+
+    Attributes:
+        free: what is not in use.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
         self._kind = dtype, device, group
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
         self._lent: list[ScatterBucket] = []  # whose sums were started, oldest first
         self._num_taken = 0
 
     def take(self, numel: int) -> Tensor:
         """So much memory or more, with anything in it. If much was taken already, waits for the oldest sum that is
         under way."""
-        if self._num_taken >= _NUM_BUFFERS and self._lent:
+        if self._num_taken >= NUM_BUFFERS and self._lent:
             self._lent[0].wait()
         self._num_taken += 1
-        fitting = [one for one in self._free if one.numel() >= numel]
+        fitting = [one for one in self.free if one.numel() >= numel]
         if fitting:
             best = min(fitting, key=Tensor.numel)
-            self._free = [one for one in self._free if one is not best]
+            self.free = [one for one in self.free if one is not best]
             return best
-        self._free.clear()  # too small ones
+        self.free.clear()  # too small ones
         return zeros(numel, *self._kind)
 
     def lend(self, bucket: ScatterBucket) -> None:
@@ -131,7 +136,7 @@ class BufferPool:
         """What ``bucket`` took is free again."""
         self._lent.remove(bucket)
         self._num_taken -= 1
-        self._free.append(memory)
+        self.free.append(memory)
 
 
 class ScatterBucket:
@@ -198,3 +203,12 @@ class ScatterBucket:
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         self.shard.deliver(has_gradient)
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        yield "gradients", self.shard.gradient
+        if isinstance(self._memory, Tensor):
+            yield "gradients", self._memory
+        else:
+            yield from (("buffers", one) for one in self._memory.free)
+            if self._buffer is not None:
+                yield "buffers", self._buffer

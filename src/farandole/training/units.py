@@ -10,20 +10,21 @@ backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.training.errors import NotGatheredError
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
-__all__ = ["Absent", "Flat", "Owner", "Unit", "units_of"]
+__all__ = ["Absent", "Flat", "Owner", "Unit", "parameters_by_unit", "units_of"]
 
 
 class Owner(NamedTuple):
@@ -119,10 +120,10 @@ class Flat:
             parameter.data = parameter.new_empty(0)
         self.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Of the memory while gathered."""
-        return int(self._num_bytes)
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for."""
+        yield "parameters", self.shard.own
+        yield "parameters", self._memory
 
     def start(self) -> dist.Work:
         """Start to gather."""
@@ -237,4 +238,22 @@ def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> di
                 look(child, f"{prefix}{name}.")
 
     look(module, "")
+    return found
+
+
+def parameters_by_unit(
+    module: nn.Module, modules: Mapping[str, nn.Module]
+) -> dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]]:
+    """Names and parameters of each unit, by dtype and whether they are trained. First, as "", comes what is in none of
+    ``modules``, or in several."""
+    unit_of = {id(child): name for name, one in modules.items() for child in one.modules()}
+    units: dict[int, str] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            name = unit_of.get(id(one), "")
+            units[id(parameter)] = name if units.get(id(parameter), name) == name else ""
+    found: dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = {"": {}}
+    for name, parameter in module.named_parameters():
+        of_unit = found.setdefault(units[id(parameter)], {})
+        of_unit.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.errors import ArgumentError
 from farandole.training.arguments import (
@@ -17,7 +18,7 @@ from farandole.training.arguments import (
     require_dense,
     require_wire_dtype,
 )
-from farandole.training.gradient_sync import GradientSync, Round
+from farandole.training.gradient_sync import GradientSync, Kind, Round
 from farandole.training.replicas import broadcast, require_same_model
 from farandole.training.summing import Summing
 
@@ -94,6 +95,14 @@ class Wrapper(nn.Module):
         order = torch.tensor([*done.order, *sorted({*range(len(buckets))} - {*done.order})], device=self.device)
         dist.broadcast(order, group=self.group, group_src=0)
         self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for; some of it perhaps more than once."""
+        yield from (("parameters", one) for one in self.module.parameters())
+        yield from (("parameters", one) for one in self.module.buffers())
+        yield from (("gradients", one.grad) for one in self.gradient_sync.parameters if one.grad is not None)
+        for bucket in self.gradient_sync.buckets:
+            yield from bucket.held()
 
     def share_buffers(self, src: int = 0) -> None:
         """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from farandole.errors import ArgumentError
 from farandole.training.data_parallel import DataParallel
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype
@@ -120,6 +121,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """Of the parameters that are trained."""
         return {name: one.shape for name, one in zip(self.model.gradient_sync.names, self._parameters, strict=True)}
 
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory of parameters that is held now, what the model itself has included."""
+        return self._shards.held()
+
     def gather(self) -> None:
         """Give every rank the parameters as their owners have them. All ranks call this."""
         self._shards.gather()
@@ -207,6 +212,11 @@ class _Shards:
         """What this rank's optimizer works on."""
         for shard in self._shards:
             yield from shard.holdings()
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        for flat, shard in zip(self._flats, self._shards, strict=True):
+            yield "parameters", flat
+            yield "parameters", shard.own
 
     def gather(self) -> None:
         """Give every rank all parts."""
