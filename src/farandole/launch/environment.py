@@ -150,7 +150,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
         return join(Identity(rank, world_size, store, False, secret, transport), timeout_s)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _master(environment)
-        return join_at_agent(store, rank, world_size, secret, timeout_s)
+        return join_at_agent(store, rank, world_size, secret, timeout_s, transport)
     if "MASTER_ADDR" in environment:
         store = _master(environment)
     elif launcher in ("mpi", "hydra"):
