@@ -150,6 +150,72 @@ def test_ranks_that_do_not_come_or_come_twice_are_named(python, tmp_path):
     assert "through" in run_main(python, tmp_path, body)
 
 
+def test_a_rank_that_cannot_come_holds_up_nobody(python, tmp_path):
+    body = """
+    hosts = [{"FARANDOLE_HOST_ID": "a"}, {"FARANDOLE_TRANSPORT": "smoke"}, {"FARANDOLE_HOST_ID": "b"}]
+    ranks = [Rank.options(runtime_env={"env_vars": variables}).remote() for variables in hosts]
+    began = time.monotonic()
+    for rank, text in enumerate(ray.get(begin(ranks, Group(3), total))):
+        told = "" if rank == 1 else "rank 1 could not join: "
+        assert f"RendezvousError {told}FARANDOLE_TRANSPORT is 'smoke'; it must be tcp or mpi" in text, text
+    assert time.monotonic() - began < 40  # the timeout is 60
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_a_place_to_meet_that_ray_starts_late_is_waited_for_and_one_that_it_never_starts_is_named(python, tmp_path):
+    body = """
+    def wait(group, rank, patience_s, timeout_s):
+        import farandole.ray
+        farandole.ray._ANSWERING_S = patience_s
+        with group.join(rank, timeout_s=timeout_s) as comm:
+            return comm.all_reduce(np.ones(3))[0]
+
+    class Late(farandole.ray._Board):
+        def __init__(self, seconds):
+            time.sleep(seconds)
+            super().__init__()
+
+    ranks = start(2)
+    group = Group(2)
+    group._board = ray.remote(num_cpus=0)(Late).remote(5)
+    assert ray.get(begin(ranks, group, wait, 1, 60)) == [2, 2]
+    group = Group(2)
+    group._board = ray.remote(num_cpus=0, resources={"none": 1})(Late).remote(0)
+    for text in ray.get(begin(ranks, group, wait, 1.5, 1)):
+        assert "an actor of Ray, has not answered for 1.5 s; has Ray started it" in text, text
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_actors_that_are_left_go_on(python, tmp_path):
+    """On one host and on two, after one of them was killed by Ray."""
+    body = """
+    ready = os.path.join(sys.argv[1], "ready")
+
+    def survive(group, rank):
+        comm = group.join(rank, timeout_s=60)
+        try:
+            for turn in range(100_000):
+                comm.all_reduce(np.ones(1000))
+                if rank == 1 and turn == 20:
+                    open(ready, "w").close()
+        except farandole.PeerLostError:
+            with comm.shrink() as left:
+                return left.world_size, left.all_reduce(np.array([rank]))[0]
+
+    for hosts in ("aaaa", "abab"):
+        ranks = start(4, hosts)
+        answers = begin(ranks, Group(4), survive)
+        while not os.path.exists(ready):
+            time.sleep(0.01)
+        os.remove(ready)
+        ray.kill(ranks[1])
+        assert [ray.get(answers[rank]) for rank in (0, 2, 3)] == [(3, 5)] * 3
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
 @pytest.mark.parametrize("size", [0, -1, 257, 2.5, True, "3"])
 def test_a_size_that_makes_no_sense_is_refused(size):
     with pytest.raises(ArgumentError, match=r"it must be a whole number in 1\.\.256"):

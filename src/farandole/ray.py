@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from farandole.errors import ArgumentError, RendezvousError
 from farandole.job import default_timeout_s
 from farandole.launch.environment import transport_from
 from farandole.membership import join_alone
-from farandole.rendezvous import MAX_WORLD_SIZE, join_at
+from farandole.rendezvous import MAX_WORLD_SIZE, give_up_at, join_at
 from farandole.work import require_timeout
 
 __all__ = ["Group"]
@@ -84,7 +85,7 @@ class Group:
         if not is_whole(rank) or not 0 <= rank < self.world_size:
             raise ArgumentError(f"rank is {rank!r}; it must be a whole number in 0..{self.world_size - 1}")
         timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
-        place, address = _Place(self._board), _address_of_node()
+        place, address = _Place(self._board, timeout_s), _address_of_node()
         own = f"process {os.getpid()} on {address}, {secrets.token_hex(8)}"
         standing = place.set(f"claimed/{rank}", own)
         if standing != own:
@@ -92,7 +93,11 @@ class Group:
                 f"rank {rank} of this group has been joined before, by {standing.partition(',')[0]}; give each its own "
                 f"rank, and make a new Group for every meeting"
             )
-        transport = transport_from(os.environ)
+        try:
+            transport = transport_from(os.environ)
+        except RendezvousError as error:
+            give_up_at(place, int(rank), self.world_size, error)
+            raise
         if self.world_size == 1:
             membership = join_alone()
         else:
@@ -104,14 +109,21 @@ class Group:
 
 
 class _Place:
-    """The `farandole.rendezvous.MeetingPlace` that all ranks have."""
+    """The `farandole.rendezvous.MeetingPlace` that all ranks have.
 
-    def __init__(self, board: Any) -> None:
+    Args:
+        board: the actor.
+        timeout_s: how long that may take to start: Ray may have to start a node for it.
+    """
+
+    def __init__(self, board: Any, timeout_s: float) -> None:
         self._board = board
+        self._limit = time.monotonic() + timeout_s
 
     def set(self, key: str, value: str) -> str:
         """See `MeetingPlace`."""
-        standing: str = _answer(self._board.set.remote(key, value), _ANSWERING_S)
+        seconds = max(_ANSWERING_S, self._limit - time.monotonic())
+        standing: str = _answer(self._board.set.remote(key, value), seconds)
         return standing
 
     def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
@@ -152,6 +164,11 @@ def _answer(reference: Any, timeout_s: float) -> Any:
 
     try:
         return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RendezvousError(
+            f"the place where the ranks of this group meet, an actor of Ray, has not answered for {timeout_s:.3g} s; has "
+            f"Ray started it (ray list actors), and is its node there?"
+        ) from error
     except ray.exceptions.RayError as error:
         raise RendezvousError(
             f"the place where the ranks of this group meet does not answer ({type(error).__name__}: {error}); has its "
