@@ -163,6 +163,35 @@ def test_a_rank_that_cannot_come_holds_up_nobody(python, tmp_path):
     assert "through" in run_main(python, tmp_path, body)
 
 
+def test_where_ray_starts_again_what_died_while_the_ranks_met_all_are_told(python, tmp_path):
+    body = """
+    def die_once(group, rank, path):
+        import farandole.ray
+        if not os.path.exists(path):
+            open(path, "w").close()
+            farandole.ray.join_at = lambda *_, **__: os._exit(3)
+        try:
+            return total(group, rank)
+        except farandole.FarandoleError as error:
+            return str(error)
+
+    others = start(2)
+    for what in ("task", "actor"):
+        began, group = time.monotonic(), Group(3)
+        arguments = group, 2, os.path.join(sys.argv[1], what)
+        if what == "task":
+            answer = ray.remote(num_cpus=0, max_retries=1)(die_once).remote(*arguments)
+        else:
+            actor = Rank.options(max_restarts=1, max_task_retries=1).remote()
+            answer = actor.use.remote(*arguments[:2], die_once, *arguments[2:])
+        answers = [answer, *begin(others, group, total)]
+        for text in ray.get(answers):
+            assert "rank 2 of this group has been joined before, by process" in text, text
+        assert time.monotonic() - began < 40  # the timeout is 60
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
 def test_a_place_to_meet_that_ray_starts_late_is_waited_for_and_one_that_it_never_starts_is_named(python, tmp_path):
     body = """
     def wait(group, rank, patience_s, timeout_s):

@@ -86,13 +86,18 @@ class Group:
             raise ArgumentError(f"rank is {rank!r}; it must be a whole number in 0..{self.world_size - 1}")
         timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
         place, address = _Place(self._board, timeout_s), _address_of_node()
-        own = f"process {os.getpid()} on {address}, {secrets.token_hex(8)}"
+        process, work = f"process {os.getpid()} on {address}", _name_of_work()
+        own = f"{process}, {work}, {secrets.token_hex(8)}"
         standing = place.set(f"claimed/{rank}", own)
         if standing != own:
-            raise RendezvousError(
-                f"rank {rank} of this group has been joined before, by {standing.partition(',')[0]}; give each its own "
-                f"rank, and make a new Group for every meeting"
+            before, work_before, _ = standing.split(", ")
+            refusal = RendezvousError(
+                f"rank {rank} of this group has been joined before, by {before}; give each its own rank, and make a "
+                f"new Group for every meeting"
             )
+            if work_before == work and before != process:  # Ray does it again, so that process has ended
+                give_up_at(place, int(rank), self.world_size, refusal)
+            raise refusal
         try:
             transport = transport_from(os.environ)
         except RendezvousError as error:
@@ -166,14 +171,22 @@ def _answer(reference: Any, timeout_s: float) -> Any:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise RendezvousError(
-            f"the place where the ranks of this group meet, an actor of Ray, has not answered for {timeout_s:.3g} s; has "
-            f"Ray started it (ray list actors), and is its node there?"
+            f"the place where the ranks of this group meet, an actor of Ray, has not answered for {timeout_s:.3g} s; "
+            f"has Ray started it (ray list actors), and is its node there?"
         ) from error
     except ray.exceptions.RayError as error:
         raise RendezvousError(
             f"the place where the ranks of this group meet does not answer ({type(error).__name__}: {error}); has its "
             f"driver ended, or let go of the Group?"
         ) from error
+
+
+def _name_of_work() -> str:
+    """Of the actor that this is, or of the task; the same in another process, if Ray starts it again."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return str(context.get_actor_id() or context.get_task_id())
 
 
 def _address_of_node() -> str:
