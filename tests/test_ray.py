@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -152,13 +153,14 @@ def test_ranks_that_do_not_come_or_come_twice_are_named(python, tmp_path):
 
 def test_a_rank_that_cannot_come_holds_up_nobody(python, tmp_path):
     body = """
-    hosts = [{"FARANDOLE_HOST_ID": "a"}, {"FARANDOLE_TRANSPORT": "smoke"}, {"FARANDOLE_HOST_ID": "b"}]
-    ranks = [Rank.options(runtime_env={"env_vars": variables}).remote() for variables in hosts]
-    began = time.monotonic()
-    for rank, text in enumerate(ray.get(begin(ranks, Group(3), total))):
-        told = "" if rank == 1 else "rank 1 could not join: "
-        assert f"RendezvousError {told}FARANDOLE_TRANSPORT is 'smoke'; it must be tcp or mpi" in text, text
-    assert time.monotonic() - began < 40  # the timeout is 60
+    others = start(2)
+    for transport, message in (("smoke", "is 'smoke'; it must be"), ("mpi", "is mpi, and MPI does not know")):
+        odd = Rank.options(runtime_env={"env_vars": {"FARANDOLE_TRANSPORT": transport}}).remote()
+        began = time.monotonic()
+        for rank, text in enumerate(ray.get(begin([others[0], odd, others[1]], Group(3), total))):
+            told = "" if rank == 1 else "rank 1 could not join: "
+            assert f"RendezvousError {told}FARANDOLE_TRANSPORT {message}" in text, text
+        assert time.monotonic() - began < 40  # the timeout is 60
     """
     assert "through" in run_main(python, tmp_path, body)
 
@@ -243,6 +245,12 @@ def test_actors_that_are_left_go_on(python, tmp_path):
         assert [ray.get(answers[rank]) for rank in (0, 2, 3)] == [(3, 5)] * 3
     """
     assert "through" in run_main(python, tmp_path, body)
+
+
+def test_without_ray_it_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "farandole[ray]"')):
+        Group(2)
 
 
 @pytest.mark.parametrize("size", [0, -1, 257, 2.5, True, "3"])

@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from farandole.communicator import Communicator, is_whole
+from farandole.connections import Transport
 from farandole.errors import ArgumentError, RendezvousError
 from farandole.job import default_timeout_s
-from farandole.launch.environment import transport_from
+from farandole.launch.environment import TRANSPORT, transport_from
 from farandole.membership import join_alone
 from farandole.rendezvous import MAX_WORLD_SIZE, give_up_at, join_at
 from farandole.work import require_timeout
@@ -59,7 +60,10 @@ class Group:
     def __init__(self, world_size: int) -> None:
         if not is_whole(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
-        import ray
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'{error}; a Group needs Ray: pip install "farandole[ray]"') from error
 
         self.world_size = int(world_size)
         self._secret = secrets.token_bytes(32)
@@ -99,7 +103,7 @@ class Group:
                 give_up_at(place, int(rank), self.world_size, refusal)
             raise refusal
         try:
-            transport = transport_from(os.environ)
+            transport = _transport()
         except RendezvousError as error:
             give_up_at(place, int(rank), self.world_size, error)
             raise
@@ -179,6 +183,12 @@ def _answer(reference: Any, timeout_s: float) -> Any:
             f"the place where the ranks of this group meet does not answer ({type(error).__name__}: {error}); has its "
             f"driver ended, or let go of the Group?"
         ) from error
+
+
+def _transport() -> Transport:
+    if os.environ.get(TRANSPORT) == "mpi":
+        raise RendezvousError(f"{TRANSPORT} is mpi, and MPI does not know what Ray has started; unset it")
+    return transport_from(os.environ)
 
 
 def _name_of_work() -> str:
