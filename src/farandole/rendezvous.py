@@ -18,7 +18,7 @@ from farandole.meeting import Identity, Meeting, MeetingPlace, ended_key
 from farandole.membership import Membership
 from farandole.store import StoreClient, StoreServer
 
-__all__ = ["MAX_WORLD_SIZE", "join", "join_at", "next_meeting", "tell_of_end"]
+__all__ = ["MAX_WORLD_SIZE", "give_up_at", "join", "join_at", "next_meeting", "tell_of_end"]
 
 MAX_WORLD_SIZE = 256
 """Ranks that one host is asked to run; more would exhaust it long before they met."""
@@ -116,6 +116,12 @@ def _serve(identity: Identity, limit: float) -> StoreServer:
             if not identity.job or not is_taken or time.monotonic() > limit:
                 raise
         time.sleep(_RETRY_S)
+
+
+def give_up_at(store: MeetingPlace, rank: int, world_size: int, error: BaseException) -> None:
+    """Have the others that come to `join_at` there raise at once, as this rank cannot come."""
+    identity = Identity(rank, world_size, ("", 0), False, b"")
+    Meeting(store, identity, 0, time.monotonic(), 0.0, counted=False).give_up(error)
 
 
 def _connect(identity: Identity, number: int, limit: float, timeout_s: float) -> StoreClient:

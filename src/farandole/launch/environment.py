@@ -37,7 +37,7 @@ from farandole.membership import Membership, join_alone
 from farandole.mpi_lines import MpiLines
 from farandole.rendezvous import join
 
-__all__ = ["Seat", "join_job", "seat_from", "secret_from", "transport_from"]
+__all__ = ["TRANSPORT", "Seat", "join_job", "seat_from", "secret_from", "transport_from"]
 
 _LAUNCHERS = {
     "plain": ("RANK", "WORLD_SIZE"),
@@ -45,7 +45,7 @@ _LAUNCHERS = {
     "hydra": ("PMI_RANK", "PMI_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
-_TRANSPORT = "FARANDOLE_TRANSPORT"
+TRANSPORT = "FARANDOLE_TRANSPORT"
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Where jobs of Slurm meet: below the ports that Linux gives to anyone."""
 
@@ -116,19 +116,19 @@ def transport_from(environment: Mapping[str, str]) -> Transport:
     Raises:
         RendezvousError: it says something else; or this is no job of MPI, or mpi4py does not work here.
     """
-    wanted = environment.get(_TRANSPORT) or "tcp"
+    wanted = environment.get(TRANSPORT) or "tcp"
     if wanted == "tcp":
         return Tcp()
     if wanted != "mpi":
-        raise RendezvousError(f"{_TRANSPORT} is {wanted!r}; it must be tcp or mpi")
+        raise RendezvousError(f"{TRANSPORT} is {wanted!r}; it must be tcp or mpi")
     seat = seat_from(environment)
     names = [name for launcher in ("mpi", "hydra", "slurm") for name in _LAUNCHERS[launcher]]
     if seat is None or not any(name in environment for name in names):
         raise RendezvousError(
-            f"{_TRANSPORT} is mpi, and neither mpirun nor srun has started this process; start the job with one of "
+            f"{TRANSPORT} is mpi, and neither mpirun nor srun has started this process; start the job with one of "
             f"them, or unset it: then data go over TCP"
         )
-    return MpiLines(mpi_of_job(seat.rank, seat.world_size, f"unset {_TRANSPORT}"))
+    return MpiLines(mpi_of_job(seat.rank, seat.world_size, f"unset {TRANSPORT}"))
 
 
 def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
@@ -152,7 +152,7 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
         return join(Identity(rank, world_size, store, False, secret, transport), timeout_s)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _master(environment)
-        return join_at_agent(store, rank, world_size, secret, timeout_s)
+        return join_at_agent(store, rank, world_size, secret, timeout_s, transport)
     job = ""
     if "MASTER_ADDR" in environment:
         store = _master(environment)
