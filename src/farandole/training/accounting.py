@@ -19,7 +19,7 @@ from farandole.training.data_parallel import DataParallel
 from farandole.training.fully_sharded import FullyShardedParallel
 from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
-from farandole.training.shards import NUM_BUFFERS, master_dtype
+from farandole.training.shards import MAX_ON_THE_WAY, master_dtype
 from farandole.training.units import parameters_by_unit, units_of
 from farandole.training.zero import ZeroOptimizer
 
@@ -75,14 +75,17 @@ def expected_memory(
 
     With P bytes of parameters of 32 bits on N ranks, and k states of the optimizer for each element:
 
-    ===== ==================================================== ========= ====== ==============================
-    stage parameters                                           gradients states buffers
-    ===== ==================================================== ========= ====== ==============================
-    0     P                                                    P         k P    0
-    1     P                                                    P + P/N   k P/N  0
-    2     P                                                    P/N       k P/N  2 buckets of the largest size
-    3     P/N, what is in no unit, 2 units of the largest size P/N       k P/N  2 units of the largest size
-    ===== ==================================================== ========= ====== ==============================
+    ===== ========== ========= ====== =============================================
+    stage parameters gradients states buffers
+    ===== ========== ========= ====== =============================================
+    0     P          P         k P    0
+    1     P          P + P/N   k P/N  0
+    2     P          P/N       k P/N  2 buckets, of the largest size
+    3     P/N + G    P/N       k P/N  G: what is in no unit, and the 2 largest units
+    ===== ========== ========= ====== =============================================
+
+    A bucket is filled while another one is on its way. One more may wait for its last gradient, if the model uses
+    parameters in another order than it names them.
 
     Parameters of 16 bits have parts of 32 bits besides, from stage 1 on, and so have their gradients and states. Frozen
     parameters have neither gradients nor states. Each part is an element longer where N divides nothing.
@@ -110,7 +113,9 @@ def expected_memory(
     whole += sum(one.flat for one in flats) - size + sum(one.part for one in flats if one.has_master)
     if stage == 1:
         return MemoryUse(whole, parts + sum(one.flat for one in flats), num_states * parts, 0)
-    return MemoryUse(whole, parts, num_states * parts, _most_buffers(flats))
+    return MemoryUse(
+        whole, parts, num_states * parts, min(len(flats), MAX_ON_THE_WAY) * max(one.flat for one in flats)
+    )
 
 
 class _Sizes(NamedTuple):
@@ -129,10 +134,6 @@ class _Sizes(NamedTuple):
         return _Sizes(layout.flat_numel * used.itemsize, layout.part_numel * master.itemsize, master != used)
 
 
-def _most_buffers(flats: Sequence[_Sizes]) -> int:
-    return min(len(flats), NUM_BUFFERS) * max((one.flat for one in flats), default=0)
-
-
 def _expected_sharded(
     module: nn.Module,
     world_size: int,
@@ -149,12 +150,16 @@ def _expected_sharded(
         ]
         for by_kind in parameters_by_unit(module, units_of(module, kinds)).values()
     ]
-    rest, *others = [sum(one.flat for one, _ in unit) for unit in by_unit]
-    gathered = rest + sum(sorted(others)[-2:])
-    trained = [one for unit in by_unit for one, is_trained in unit if is_trained]
-    parts = sum(one.part for one in trained)
+    trained = [[one for one, is_trained in unit if is_trained] for unit in by_unit]
+    parts = sum(one.part for unit in trained for one in unit)
     owned = sum(one.part for unit in by_unit for one, _ in unit)
-    return MemoryUse(owned + gathered + buffers, parts, num_states * parts, _most_buffers(trained))
+    gathered = _rest_and_two_largest([[one for one, _ in unit] for unit in by_unit])
+    return MemoryUse(owned + gathered + buffers, parts, num_states * parts, _rest_and_two_largest(trained))
+
+
+def _rest_and_two_largest(units: Sequence[Sequence[_Sizes]]) -> int:
+    rest, *others = [sum(one.flat for one in unit) for unit in units]
+    return rest + sum(sorted(others)[-MAX_ON_THE_WAY:])
 
 
 def _held(

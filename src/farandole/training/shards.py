@@ -20,10 +20,10 @@ from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Pending, Summing
 
-__all__ = ["NUM_BUFFERS", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
+__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
-NUM_BUFFERS = 2
-"""That are in use before a pool waits for one."""
+MAX_ON_THE_WAY = 2
+"""Sums that are under way before a pool waits for the oldest."""
 
 
 class Holding(NamedTuple):
@@ -112,14 +112,11 @@ class BufferPool:
         self._kind = dtype, device, group
         self.free: list[Tensor] = []
         self._lent: list[ScatterBucket] = []  # whose sums were started, oldest first
-        self._num_taken = 0
 
     def take(self, numel: int) -> Tensor:
-        """So much memory or more, with anything in it. If much was taken already, waits for the oldest sum that is
-        under way."""
-        if self._num_taken >= NUM_BUFFERS and self._lent:
+        """So much memory or more, with anything in it. Waits for the oldest sum if several are under way."""
+        if len(self._lent) >= MAX_ON_THE_WAY:
             self._lent[0].wait()
-        self._num_taken += 1
         fitting = [one for one in self.free if one.numel() >= numel]
         if fitting:
             best = min(fitting, key=Tensor.numel)
@@ -135,7 +132,6 @@ class BufferPool:
     def take_back(self, bucket: ScatterBucket, memory: Tensor) -> None:
         """What ``bucket`` took is free again."""
         self._lent.remove(bucket)
-        self._num_taken -= 1
         self.free.append(memory)
 
 
