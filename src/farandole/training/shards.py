@@ -156,6 +156,9 @@ class ScatterBucket:
     def begin(self) -> None:
         self._taken = [False] * len(self.indices)
 
+    def pause(self) -> None:
+        pass
+
     def take(self, position: int, gradient: Tensor) -> None:
         view = self.shard.layout.places[position].view(self._flat())
         if self._taken[position]:
@@ -198,3 +201,7 @@ class ScatterBucket:
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         self.shard.deliver(has_gradient)
+
+    def abandon(self) -> None:
+        for value in self.shard.values:
+            value.grad = None
