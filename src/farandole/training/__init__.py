@@ -10,6 +10,7 @@ from farandole.training.checkpoint import export_weights, load_checkpoint, save_
 from farandole.training.clipping import clip_grad_norm_
 from farandole.training.data_parallel import DataParallel
 from farandole.training.errors import (
+    BackwardFailedError,
     CheckpointError,
     DifferentModelsError,
     NotGatheredError,
@@ -21,6 +22,7 @@ from farandole.training.naive import NaiveDataParallel
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = [
+    "BackwardFailedError",
     "CheckpointError",
     "DataParallel",
     "DifferentModelsError",

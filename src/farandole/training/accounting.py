@@ -113,9 +113,7 @@ def expected_memory(
     whole += sum(one.flat for one in flats) - size + sum(one.part for one in flats if one.has_master)
     if stage == 1:
         return MemoryUse(whole, parts + sum(one.flat for one in flats), num_states * parts, 0)
-    return MemoryUse(
-        whole, parts, num_states * parts, min(len(flats), MAX_ON_THE_WAY) * max(one.flat for one in flats)
-    )
+    return MemoryUse(whole, parts, num_states * parts, min(len(flats), MAX_ON_THE_WAY) * max(one.flat for one in flats))
 
 
 class _Sizes(NamedTuple):

@@ -157,6 +157,9 @@ class ScatterBucket:
     def begin(self) -> None:
         self._taken = [False] * len(self.indices)
 
+    def pause(self) -> None:
+        pass
+
     def take(self, position: int, gradient: Tensor) -> None:
         view = self.shard.layout.places[position].view(self._flat())
         if self._taken[position]:
@@ -208,3 +211,7 @@ class ScatterBucket:
             yield from (("buffers", one) for one in self._memory.free)
             if self._buffer is not None:
                 yield "buffers", self._buffer
+
+    def abandon(self) -> None:
+        for value in self.shard.values:
+            value.grad = None

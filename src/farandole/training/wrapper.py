@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,12 @@ class Wrapper(nn.Module):
         self._buffers_are_due = False  # those of all ranks are alike now
         self._num_rounds = 0
         self.waited_s = 0.0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError(
+            f"a {type(self).__name__} belongs to its process group, and is not copied or pickled; take its .module, or "
+            f"its state_dict()"
+        )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
