@@ -16,7 +16,7 @@ from pathlib import Path
 
 import farandole._native as _native
 from farandole.call_records import describe_call
-from farandole.timeline import Span
+from farandole.timeline import Span, ranks_in_words
 
 __all__ = ["FlightEntry", "LoggedFlights", "flight_entries", "write_flight_record"]
 
@@ -103,7 +103,7 @@ class LoggedFlights:
         """What has ended since, with a span for each time that a caller waited; and what has not ended, until now."""
         logged, num_missing = self._engine.logged_flights()
         algorithms = self._algorithms()
-        track = f"communication of {_in_words(self._members)}"
+        track = f"communication of {ranks_in_words(self._members)}"
         spans = []
 
         def add(number: int, what: int, count: int, nbytes: int, began_ns: int, ended_ns: int, **more: object) -> None:
@@ -124,12 +124,3 @@ class LoggedFlights:
             if number not in seen and not ended_ns and number > self._begun_before:
                 add(number, what, count, nbytes, began_ns, max(began_ns, now_ns), unfinished=True)
         return spans, num_missing
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    """As in "ranks 0-3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

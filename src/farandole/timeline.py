@@ -13,12 +13,28 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from farandole.errors import ArgumentError
 
-__all__ = ["KINDS", "Record", "Source", "Span", "add", "current", "is_on", "mark_step", "now_ns", "span", "start"]
+__all__ = [
+    "KINDS",
+    "Record",
+    "Source",
+    "Span",
+    "add",
+    "close_record",
+    "current",
+    "is_on",
+    "mark_step",
+    "moment",
+    "now_ns",
+    "open_record",
+    "ranks_in_words",
+    "span",
+    "start",
+]
 
 KINDS = ("compute", "waiting", "communication")
 
@@ -128,6 +144,7 @@ class Record:
                 self.spans += spans
                 self.num_missing += num_missing
             self._sources.clear()
+            self.spans = [span._replace(began_ns=max(span.began_ns, self.began_ns)) for span in self.spans]
 
 
 _lock = threading.Lock()
@@ -178,11 +195,16 @@ def close_record(record: Record) -> None:
     record.close()
 
 
-def add(kind: str, name: str, began_ns: int, ended_ns: int | None = None, **details: Any) -> None:
-    """Record what was done from ``began_ns`` to ``ended_ns``, or until now."""
+def moment() -> int | None:
+    """Now, in nanoseconds; None while nothing is recorded."""
+    return now_ns() if _is_on else None
+
+
+def add(kind: str, name: str, began_ns: int | None, **details: Any) -> None:
+    """Record what was done from ``began_ns``, a `moment`, until now."""
     record = current()
-    if record is not None:
-        record.add(Span(kind, name, began_ns, now_ns() if ended_ns is None else ended_ns, details=details))
+    if record is not None and began_ns is not None:
+        record.add(Span(kind, name, began_ns, now_ns(), details=details))
 
 
 def start(kind: str, name: str, track: str = "", **details: Any) -> Callable[[], None]:
@@ -204,6 +226,15 @@ def mark_step() -> None:
     record = current()
     if record is not None:
         record.steps.append(now_ns())
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """To name a track, as in "ranks 0-3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 class _Context(contextlib.AbstractContextManager[None]):

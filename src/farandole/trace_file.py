@@ -159,9 +159,7 @@ def _events_of(part: Part, origin_ns: int) -> Iterator[dict[str, Any]]:
     pid = part.rank
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {part.rank} on {part.host}"}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": part.rank}}
-    tid = 0
-    for name, spans in _rows_of(part.spans):
-        tid += 1
+    for tid, (name, spans) in enumerate(_rows_of(part.spans), 1):
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for span in spans:

@@ -191,8 +191,8 @@ def _merge(own: Trace, part: Part, ranks: Ranks) -> str:
             problem = error.strerror or str(error)
         missing = {one.rank: one.num_missing for one in parts if one.num_missing}
         if missing:
-            told = ", ".join(f"{number} of rank {rank}" for rank, number in missing.items())
-            warnings.warn(f"{own.path} is not complete: there was no room for {told}", RuntimeWarning, stacklevel=6)
+            whose = ", ".join(f"{number} spans of rank {rank}" for rank, number in missing.items())
+            warnings.warn(f"{own.path} is not complete: there was no room for {whose}", RuntimeWarning, stacklevel=6)
     told = ranks.all_gather(RankExposure.pack(exposed, problem) if ranks.rank == 0 else b"")[0]
     own._exposed, problem = RankExposure.unpack(told)
     return problem

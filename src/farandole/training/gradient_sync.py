@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from farandole import timeline
 from farandole.training.errors import SparseGradientError, UnusedParametersError
+from farandole.training.recorded import started, wait_for
 
 __all__ = ["Bucket", "GradientSync", "Round", "tensors_in"]
 
@@ -150,6 +152,7 @@ class GradientSync:
     def _await_end(self) -> None:
         if not self._awaits_end:
             self._awaits_end = True
+            self._backward_began_ns = timeline.moment()
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
 
     def _before_accumulation(self) -> None:
@@ -217,6 +220,7 @@ class GradientSync:
             if self.enabled:
                 self._close(is_active=True)
             self._is_open = False
+        timeline.add("compute", "backward", self._backward_began_ns)
 
     def _close(self, *, is_active: bool) -> None:
         """Start what is left, wait for all, and deliver."""
@@ -229,12 +233,13 @@ class GradientSync:
         lacks = [is_active and not one for one in has]
         told = torch.tensor([*late, *has, *lacks], dtype=torch.int32, device=self._device())
         work = dist.all_reduce(told, group=self._group, async_op=True)
+        started(work, "all_reduce", told, self._group)
         begun_s = time.perf_counter()
         for bucket in self.buckets:
             bucket.advance()
         for bucket in self.buckets:
             bucket.wait()
-        work.wait()
+        wait_for(work)
         self._round.waited_s = time.perf_counter() - begun_s
         num_late, num_having, num_lacking = _split(told.tolist(), len(late), len(has), len(lacks))
         left = self._let_go_of_late()
