@@ -133,9 +133,11 @@ def _begin(
     except (OSError, ArgumentError) as error:
         problem = f"{path} cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
     problems = [one.decode() for one in ranks.all_gather(problem.encode())]
-    for rank, one in enumerate(problems):
-        if one:
-            raise ArgumentError(one if rank == ranks.rank else f"on rank {rank}: {one}")
+    if problem:
+        raise ArgumentError(problem)
+    for rank, its in enumerate(problems):
+        if its:
+            raise ArgumentError(f"on rank {rank}: {its}")
     record.began_ns = timeline.now_ns()
     recorder.enter_context(recorded_steps())
     if among_threads and communicator is not None:
