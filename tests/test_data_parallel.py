@@ -18,7 +18,7 @@ import training_worlds
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training_worlds import Checks, Mixed, Reference, World, batch, bits, close, delays, identical, network, refusal
+from training_worlds import Checks, Mixed, Reference, World, batch, close, delays, identical, network, refusal
 
 from farandole.errors import ArgumentError
 from farandole.training import (

@@ -283,6 +283,20 @@ std::vector<FlightTuple> flights_of(const Engine& engine) {
   return flights;
 }
 
+using LoggedTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                               std::int64_t, std::int64_t, std::int64_t>;
+
+std::pair<std::vector<LoggedTuple>, std::uint64_t> logged_flights_of(Engine& engine) {
+  const auto [flights, num_lost] = engine.flight_log().stop();
+  std::vector<LoggedTuple> tuples;
+  tuples.reserve(flights.size());
+  for (const LoggedFlight& flight : flights) {
+    tuples.emplace_back(flight.sequence, flight.what, flight.count, flight.payload_bytes,
+                        flight.called_ns, flight.began_ns, flight.ended_ns);
+  }
+  return {std::move(tuples), num_lost};
+}
+
 using MessageTuple =
     std::tuple<std::uint64_t, std::uint64_t, std::int64_t, double, std::uint64_t, std::uint64_t>;
 
@@ -436,6 +450,10 @@ NB_MODULE(_native, module) {
       .def("calls", &calls_of)
       .def("messages", &messages_of)
       .def("flights", &flights_of)
+      .def(
+          "log_flights",
+          [](Engine& engine, std::size_t most) { engine.flight_log().start(most); }, "most"_a)
+      .def("logged_flights", &logged_flights_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 
   nb::class_<PostedMessage>(module, "Message")

@@ -101,6 +101,13 @@ void Engine::close_process_descriptors() noexcept {
 }
 
 Receipt Engine::run(const Call& call, const Interrupted& interrupted) {
+  if (!flight_log_.is_on()) return run_in_turn(call, interrupted);
+  Call timed = call;
+  timed.called_ns = Clock::now().time_since_epoch().count();
+  return run_in_turn(timed, interrupted);
+}
+
+Receipt Engine::run_in_turn(const Call& call, const Interrupted& interrupted) {
   std::unique_lock lock(background_->mutex);
   if (background_->stopping) return {.status = Abort::requested, .subject = rank_};
   if (background_->busy && background_->runner == std::this_thread::get_id()) {
@@ -313,7 +320,12 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
   if (receipt.status != Abort::none) return receipt;
   record.finished.store(sequence_, std::memory_order_relaxed);
   const auto end = Clock::now();
-  flight.ended_ns.store(end.time_since_epoch().count(), std::memory_order_relaxed);
+  const std::int64_t ended_ns = end.time_since_epoch().count();
+  flight.ended_ns.store(ended_ns, std::memory_order_relaxed);
+  if (flight_log_.is_on()) {
+    flight_log_.add({sequence_, settled.what, settled.count, settled.payload_bytes, call.called_ns,
+                     start.time_since_epoch().count(), ended_ns});
+  }
   if (settled.tally) {
     Tally& tally = *settled.tally;
     add(tally.calls, 1);

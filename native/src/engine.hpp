@@ -24,6 +24,7 @@
 
 #include "arena.hpp"
 #include "endpoint.hpp"
+#include "flight_log.hpp"
 #include "heap.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
@@ -54,6 +55,7 @@ struct Call {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   std::optional<std::chrono::nanoseconds> timeout;
+  std::int64_t called_ns = 0;  // see LoggedFlight; set while flights are logged
 };
 
 struct Receipt {
@@ -162,6 +164,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The last kFlights collectives, in no order; those of number 0 are none.
   static constexpr std::size_t kFlights = 1000;
   std::span<const Flight> flights() const noexcept { return flights_; }
+  // All collectives from when it is started to when it is stopped. From any thread.
+  FlightLog& flight_log() noexcept { return flight_log_; }
   // Memory that the other ranks read in place, made when first asked for. From any thread.
   std::shared_ptr<Heap> heap();
   // Tells peers that nothing more will come. Submitted calls must have ended; others are aborted.
@@ -175,6 +179,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::shared_ptr<Work> work;
   };
 
+  Receipt run_in_turn(const Call& call, const Interrupted& interrupted);
   Receipt execute(const Call& call, const Interrupted& interrupted);  // throws nothing of its own
   Receipt run_plan(const Call& call, const Interrupted& interrupted);
   bool advance(std::uint32_t index, const Call& call, Receipt& receipt);
@@ -228,6 +233,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<std::byte[]> work_memory_;
   std::size_t work_capacity_ = 0;
   std::vector<Flight> flights_{kFlights};
+  FlightLog flight_log_;
   std::uint64_t sequence_ = 0;  // collectives begun
   // Fingerprint of the last collective, which holds those of all before; every segment has it.
   std::uint64_t history_ = 0;

@@ -28,6 +28,7 @@ from farandole.errors import (
 from farandole.job import init
 from farandole.local_world import LocalWorld, local
 from farandole.schedule import Schedule, Transfer
+from farandole.tracing import Trace, trace
 from farandole.verifier import verify
 from farandole.work import Work
 
@@ -46,11 +47,13 @@ __all__ = [
     "RendezvousError",
     "Schedule",
     "ScheduleError",
+    "Trace",
     "Transfer",
     "UnsupportedReductionError",
     "VerificationError",
     "Work",
     "init",
     "local",
+    "trace",
     "verify",
 ]

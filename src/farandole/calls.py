@@ -95,11 +95,13 @@ class Call(NamedTuple):
         signature: what was asked for.
         native: the call as the engine knows it.
         record: what and count of the `CallRecord` that other ranks can read.
+        algorithm: that was named or chosen, by its name.
     """
 
     signature: Signature
     native: _native.SettledCall
     record: tuple[int, int]
+    algorithm: str
 
 
 class Proof(NamedTuple):
@@ -192,7 +194,7 @@ class CallTable:
             tally=self.tallies.setdefault((signature.collective, schedule.name), _native.Tally()),
             wire_form=WIRE_FORMS[signature.wire_dtype] if rounds else 0,
         )
-        return Call(signature, native, record)
+        return Call(signature, native, record, schedule.name)
 
     def stats(self) -> list[CollectiveStats]:
         """What finished calls did, per collective and algorithm."""
@@ -200,6 +202,10 @@ class CallTable:
             CollectiveStats(name, algorithm, *tally.read()) for (name, algorithm), tally in list(self.tallies.items())
         ]
         return [entry for entry in entries if entry.calls]
+
+    def algorithms(self) -> dict[tuple[int, int], str]:
+        """By what and count of their records, the algorithms of the calls that are not forgotten."""
+        return {call.record: call.algorithm for call in list(self._calls.values())}
 
     def _record(self, signature: Signature, op_code: int) -> tuple[int, int]:
         call = signature.caller or signature.collective

@@ -31,6 +31,7 @@ from farandole.plans import split_evenly
 from farandole.runner import Runner
 from farandole.selector import Explanation, explain
 from farandole.status import serve_status
+from farandole.timeline import Record
 from farandole.work import Work, require_timeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator", "is_whole"]
@@ -677,6 +678,19 @@ class Communicator:
         """The last collectives that this rank made, at most a thousand, the oldest first. Also after a failure: a
         rank whose call finds it writes it to a file, if FARANDOLE_FLIGHT_RECORDS names a folder."""
         return self._runner.flight_record()
+
+    def log_into(self, record: Record) -> None:
+        """Have all collectives from now on in ``record``; see `farandole.trace`, which does that."""
+        self._runner.log_into(record)
+
+    def leave_out_of_traces(self) -> None:
+        """Have no collective in any trace that begins from now on."""
+        self._runner.is_left_out = True
+
+    @property
+    def is_among_threads(self) -> bool:
+        """Whether other ranks are threads of this process, as in `farandole.local`."""
+        return self._runner.is_among_threads
 
     def refuse(self, call: str, error: Exception) -> None:
         """Tell the other ranks that this one does not make a call that they may be in: their errors then say so. The

@@ -10,14 +10,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import farandole._native as _native
 from farandole.call_records import describe_call
+from farandole.timeline import Span, ranks_in_words
 
-__all__ = ["FlightEntry", "flight_entries", "write_flight_record"]
+__all__ = ["FlightEntry", "LoggedFlights", "flight_entries", "write_flight_record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +76,51 @@ def write_flight_record(
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-rank{job_ranks[rank]}-{os.getpid()}-{time.monotonic_ns()}.json"
     path.write_text(json.dumps(record, indent=1))
     return path
+
+
+class LoggedFlights:
+    """All collectives of a rank while a timeline is recorded; a `farandole.timeline.Source`.
+
+    Args:
+        engine: of the rank.
+        algorithms: see `farandole.calls.CallTable.algorithms`.
+        members: the ranks of the communicator, in the job.
+    """
+
+    def __init__(
+        self, engine: _native.Engine, algorithms: Callable[[], Mapping[tuple[int, int], str]], members: Sequence[int]
+    ) -> None:
+        self._engine = engine
+        self._algorithms = algorithms
+        self._members = members
+
+    def start(self, most: int) -> None:
+        """Have the engine log from now on."""
+        self._begun_before = max((number for number, *_ in self._engine.flights()), default=0)
+        self._engine.log_flights(most)
+
+    def stop(self, now_ns: int) -> tuple[list[Span], int]:
+        """What has ended since, with a span for each time that a caller waited; and what has not ended, until now."""
+        logged, num_missing = self._engine.logged_flights()
+        algorithms = self._algorithms()
+        track = f"communication of {ranks_in_words(self._members)}"
+        spans = []
+
+        def add(number: int, what: int, count: int, nbytes: int, began_ns: int, ended_ns: int, **more: object) -> None:
+            call = describe_call(what, count)
+            details = {"call": call, "number": number, "bytes": nbytes, "ranks": len(self._members), **more}
+            if (what, count) in algorithms:
+                details["algorithm"] = algorithms[what, count]
+            spans.append(Span("communication", call.partition("(")[0], began_ns, ended_ns, track, details))
+
+        seen = set()
+        for number, what, count, nbytes, called_ns, began_ns, ended_ns in logged:
+            seen.add(number)
+            add(number, what, count, nbytes, began_ns, ended_ns, blocking=called_ns != 0)
+            if called_ns:
+                name = describe_call(what, count).partition("(")[0]
+                spans.append(Span("waiting", f"in {name}", called_ns, ended_ns, details={"number": number}))
+        for number, what, count, nbytes, began_ns, ended_ns in self._engine.flights():
+            if number not in seen and not ended_ns and number > self._begun_before:
+                add(number, what, count, nbytes, began_ns, max(began_ns, now_ns), unfinished=True)
+        return spans, num_missing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 
 from farandole.communicator import DEFAULT_TIMEOUT_S, Communicator
 from farandole.errors import ArgumentError
@@ -11,7 +12,9 @@ from farandole.launch.environment import join_job
 from farandole.runner import close_at_exit
 from farandole.work import require_timeout
 
-__all__ = ["default_timeout_s", "init"]
+__all__ = ["current_job", "default_timeout_s", "init"]
+
+_last: weakref.ref[Communicator] | None = None
 
 
 def init(*, timeout_s: float | None = None) -> Communicator:
@@ -34,8 +37,17 @@ def init(*, timeout_s: float | None = None) -> Communicator:
         RendezvousError: the ranks did not find one another; the message says which are missing and why.
         ArgumentError: the timeout is not a positive number.
     """
+    global _last
     timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
-    return Communicator(join_job(os.environ, timeout_s), timeout_s=timeout_s)
+    communicator = Communicator(join_job(os.environ, timeout_s), timeout_s=timeout_s)
+    _last = weakref.ref(communicator)
+    return communicator
+
+
+def current_job() -> Communicator | None:
+    """What `init` made last, if it is there and not closed."""
+    communicator = None if _last is None else _last()
+    return None if communicator is None or communicator.closed else communicator
 
 
 def default_timeout_s() -> float:

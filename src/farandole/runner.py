@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import farandole._native as _native
+from farandole import timeline
 from farandole.buffers import Buffer, registered_array
 from farandole.call_records import CallRecord, MessageRecord
 from farandole.calls import Call, CallTable, CollectiveStats, Signature
 from farandole.errors import ArgumentError, CommunicationError, CommunicatorClosedError, PeerLostError
 from farandole.failures import Abort, explain_failure
-from farandole.flight_record import FlightEntry, flight_entries, write_flight_record
+from farandole.flight_record import FlightEntry, LoggedFlights, flight_entries, write_flight_record
 from farandole.membership import Membership
 from farandole.shrinking import shrink
 from farandole.shrinking_hosts import shrink_across_hosts
@@ -109,6 +110,7 @@ class Runner:
         repeats: runs calls that were made before without coming by here.
         in_flight: the background collectives whose results are not delivered yet.
         poisons: whether outputs of background calls are spoiled until they are done.
+        is_left_out: of timelines.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -145,10 +147,24 @@ class Runner:
         self._orphans: list[Work] = []
         self._failure: CommunicationError | None = None
         self._is_shrinking = False
+        self.is_left_out = False
         self._is_told = False  # whether the failure was raised where the user is
         self._process = os.getpid()
         self.poisons = os.environ.get(_POISON, "") not in ("", "0")
         _open.add(self)
+        record = timeline.current()
+        if record is not None:
+            self.log_into(record)
+
+    def log_into(self, record: timeline.Record) -> None:
+        """Have all collectives recorded from now on, until the record is closed."""
+        if not self.is_left_out:
+            record.watch(LoggedFlights(self._engine, self._calls.algorithms, self._job_ranks))
+
+    @property
+    def is_among_threads(self) -> bool:
+        """Whether other ranks of the communicator are threads of this process."""
+        return list(self._processes).count(os.getpid()) > 1
 
     def run(
         self,
@@ -242,8 +258,10 @@ class Runner:
         self._require_usable()
         timeout_s = require_timeout("timeout", timeout_s)
         arguments = (sends, buffer.address, buffer.nbytes, peer, tag, buffer.dtype.code, timeout_s)
+        kind = "send" if sends else "recv"
         if not async_op:
-            status, subject = self._postbox.post(*arguments, waits=True).receipt()
+            with timeline.span("communication", kind), timeline.span("waiting", f"in {kind}"):
+                status, subject = self._postbox.post(*arguments, waits=True).receipt()
             self._is_told |= status != Abort.NONE
             if self._messages:
                 self._settle_some_messages()
@@ -258,7 +276,7 @@ class Runner:
 
         if self.poisons and not sends and not self.is_in_use(buffer.address, buffer.nbytes):
             buffer.poison()
-        work = Work(finish, f"{'send' if sends else 'recv'} on rank {self._rank}", self._tell, (buffer,))
+        work = Work(finish, f"{kind} on rank {self._rank}", self._tell, (buffer,))
         try:
             with self._lock:
                 self._messages[work] = None

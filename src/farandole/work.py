@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import farandole._native as _native
+from farandole import timeline
 from farandole.buffers import Buffer
 from farandole.errors import ArgumentError, CollectiveTimeoutError, CommunicatorClosedError
 
@@ -108,7 +109,12 @@ class Work:
                 f"{self._describe} goes on in process {self._process}, not in this one, its child"
             )
         timeout = math.inf if timeout is None else require_timeout("timeout", timeout)
-        if not self.ends_within(timeout):
+        if timeline.is_on() and not self.has_ended():
+            with timeline.span("waiting", f"for {self._describe}"):
+                ended = self.ends_within(timeout)
+        else:
+            ended = self.ends_within(timeout)
+        if not ended:
             raise CollectiveTimeoutError(
                 f"{self._describe} is not done after {timeout:g} s; it goes on, and can be waited for again"
             )

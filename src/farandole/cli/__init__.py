@@ -14,6 +14,7 @@ from farandole.cli.draw import draw
 from farandole.cli.explain import explain
 from farandole.cli.run import run
 from farandole.cli.status import status
+from farandole.cli.trace import trace
 from farandole.cli.verify import verify
 from farandole.errors import FarandoleError
 
@@ -34,6 +35,7 @@ app.command()(bench)
 app.command()(explain)
 app.command()(calibrate)
 app.command()(status)
+app.command()(trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from farandole import timeline
 from farandole.training.arguments import require_size
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
 from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round
@@ -109,7 +110,8 @@ class DataParallel(Wrapper, Joinable):
             if self._join_config.enable:
                 src, _ = self._agree_in_join(is_active=True)
             self.share_buffers(src)
-        outputs = self.module(*args, **kwargs)
+        with timeline.span("compute", "forward"):
+            outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self.gradient_sync.watch(outputs)
         return outputs
@@ -292,7 +294,7 @@ class _Bucket(Bucket):
 
     def _was_let_go(self, position: int) -> bool:
         """Set to None, or to zero, since backward paused."""
-        gradient: Tensor | None = self._parameters[position].grad
+        gradient: Any = self._parameters[position].grad
         seen, version = self._seen[position]
         if gradient is None:
             return True

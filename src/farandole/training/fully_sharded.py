@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
 from farandole.training.gradient_sync import GradientSync, Kind, tensors_in
@@ -162,7 +163,8 @@ class FullyShardedParallel(Wrapper):
         if self._order:
             self._order[0].start()
         try:
-            outputs = self.module(*args, **kwargs)
+            with timeline.span("compute", "forward"):
+                outputs = self.module(*args, **kwargs)
         finally:
             self._order = self._next_order or self._order
             kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from farandole import timeline
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
+from farandole.training.recorded import started, wait_for
 
 __all__ = ["Bucket", "GradientSync", "Kind", "Round", "tensors_in"]
 
@@ -183,6 +185,7 @@ class GradientSync:
     def _await_end(self) -> None:
         if not self._awaits_end:
             self._awaits_end = True
+            self._backward_began_ns = timeline.moment()
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
 
     def _before_accumulation(self) -> None:
@@ -258,6 +261,7 @@ class GradientSync:
                     self._close(is_active=True)
                 else:
                     self._pause()
+        timeline.add("compute", "backward", self._backward_began_ns)
 
     def _pause(self) -> None:
         for bucket in self.buckets:
@@ -275,12 +279,13 @@ class GradientSync:
         failed = [has_failed and rank == self._group.rank() for rank in range(self._group.size())]
         told = torch.tensor([*late, *has, *lacks, *failed], dtype=torch.int32, device=self._device())
         work = dist.all_reduce(told, group=self._group, async_op=True)
+        started(work, "all_reduce", told, self._group)
         begun_s = time.perf_counter()
         for bucket in self.buckets:
             bucket.advance()
         for bucket in self.buckets:
             bucket.wait()
-        work.wait()
+        wait_for(work)
         self._round.waited_s = time.perf_counter() - begun_s
         num_late, num_having, num_lacking, have_failed = _split(
             told.tolist(), len(late), len(has), len(lacks), len(failed)

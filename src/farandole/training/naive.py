@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.training.arguments import group_or_world
+from farandole.training.recorded import blocking
 from farandole.training.replicas import broadcast, require_same_model
 
 __all__ = ["NaiveDataParallel"]
@@ -42,4 +43,5 @@ class NaiveDataParallel(nn.Module):
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=self.group)
+                with blocking("all_reduce", parameter.grad, self.group):
+                    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=self.group)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.training.errors import DifferentModelsError
+from farandole.training.recorded import blocking
 
 __all__ = ["broadcast", "require_same_model"]
 
@@ -60,7 +61,8 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0)
     for some in _of_one_kind(tensors):
         with torch.no_grad():
             flat = torch.cat([one.detach().reshape(-1) for one in some])
-            dist.broadcast(flat, group=group, group_src=src)
+            with blocking("broadcast", flat, group):
+                dist.broadcast(flat, group=group, group_src=src)
             if group.rank() != src:
                 for one, values in zip(some, flat.split([one.numel() for one in some]), strict=True):
                     one.copy_(values.view(one.shape))

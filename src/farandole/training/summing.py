@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farandole.training.layout import Layout
+from farandole.training.recorded import started, wait_for
 
 __all__ = ["Pending", "Summing"]
 
@@ -58,6 +59,7 @@ class Summing:
         if not self._must_exchange(flat.dtype, flat.dtype):
             op, divisor = self._op_and_divisor()
             work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
+            started(work, "all_reduce", flat, self.group)
             return _Plain(work, flat, divisor, flat, carried)
         own = layout.part(flat, self.rank)
         exchanged = _Exchanged(self, flat, own, None if carried is None else layout.part(carried, self.rank))
@@ -72,6 +74,7 @@ class Summing:
         op, divisor = self._op_and_divisor()
         part = layout.part(flat, self.rank) if accumulate else into
         work = dist.reduce_scatter_single(part, flat, op=op, group=self.group, async_op=True)
+        started(work, "reduce_scatter", flat, self.group)
         return _Plain(work, part, divisor, into, part if accumulate else None)
 
     def _op_and_divisor(self) -> tuple[dist.ReduceOp.RedOpType, int]:
@@ -103,7 +106,7 @@ class _Plain:
         pass
 
     def wait(self) -> None:
-        self._work.wait()
+        wait_for(self._work)
         if self._divisor != 1:
             self._result.div_(self._divisor)
         if self._more is not None:
@@ -119,6 +122,7 @@ class _Exchanged:
         sent = flat.to(summing.travelling(flat.dtype))
         self._received = torch.empty_like(sent)
         self._work = dist.all_to_all_single(self._received, sent, group=summing.group, async_op=True)
+        started(self._work, "all_to_all", sent, summing.group)
         self._sent = sent  # in use until the work is done
         self._target = target
         self._carried = carried
@@ -127,7 +131,7 @@ class _Exchanged:
         pass
 
     def wait(self) -> None:
-        self._work.wait()
+        wait_for(self._work)
         first, *others = self._received.chunk(self._summing.world_size)
         total = first.to(torch.promote_types(self._target.dtype, torch.float32), copy=True)
         if self._carried is not None:
@@ -155,10 +159,11 @@ class _Gathered:
         self._sent = self._own.to(dtype)
         self._received = self._flat if dtype == self._flat.dtype else torch.empty_like(self._flat, dtype=dtype)
         self._work = dist.all_gather_single(self._received, self._sent, group=self._summing.group, async_op=True)
+        started(self._work, "all_gather", self._received, self._summing.group)
 
     def wait(self) -> None:
         self.advance()
         assert self._work is not None
-        self._work.wait()
+        wait_for(self._work)
         if self._received is not self._flat:
             self._flat.copy_(self._received)

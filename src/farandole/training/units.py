@@ -21,6 +21,7 @@ from farandole.training.errors import NotGatheredError
 from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
+from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
@@ -130,7 +131,8 @@ class Flat:
         self._memory.untyped_storage().resize_(self._num_bytes)
         self._sent = self.shard.own.to(self._memory.dtype)  # in use until that is done
         # A tensor that autograd saved has not changed when its memory is filled again: data has versions of its own.
-        return dist.all_gather_single(self._memory.data, self._sent, group=self.group, async_op=True)
+        work = dist.all_gather_single(self._memory.data, self._sent, group=self.group, async_op=True)
+        return started(work, "all_gather", self._memory, self.group)
 
     def show(self, tensors: Sequence[nn.Parameter] | None = None) -> None:
         """Give the modules their parameters: ``whole``, or others."""
@@ -155,7 +157,8 @@ class Flat:
         """Give the modules parameters of the dtype that the optimizer works in; what is written into this rank's part
         stays."""
         values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
-        dist.all_gather_single(values, self.shard.own, group=self.group)
+        with blocking("all_gather", values, self.group):
+            dist.all_gather_single(values, self.shard.own, group=self.group)
         self.show(
             [
                 nn.Parameter(place.view(values), requires_grad=one.requires_grad)
@@ -197,7 +200,7 @@ class Unit:
         self.start()
         if not self._is_shown:
             for work in self._works or ():
-                work.wait()
+                wait_for(work)
             for flat in self.flats:
                 flat.show()
             self._is_shown = True
@@ -208,7 +211,7 @@ class Unit:
             return
         if not self._is_shown:
             for work in self._works:
-                work.wait()
+                wait_for(work)
         for flat in self.flats:
             flat.release()
         self._works, self._is_shown = None, False

@@ -22,6 +22,7 @@ from farandole.training.data_parallel import DataParallel
 from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
+from farandole.training.recorded import started, wait_for
 from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype
 
 __all__ = ["ZeroOptimizer"]
@@ -225,9 +226,10 @@ class _Shards:
             own = shard.layout.part(flat, self._summing.rank)
             if own.data_ptr() != shard.own.data_ptr():
                 own.copy_(shard.own)
-            works.append(dist.all_gather_single(flat, own, group=self._summing.group, async_op=True))
+            work = dist.all_gather_single(flat, own, group=self._summing.group, async_op=True)
+            works.append(started(work, "all_gather", flat, self._summing.group))
         for work in works:
-            work.wait()
+            wait_for(work)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,607 @@
+"""Traces: what is recorded, what of it was exposed, how ranks put it together, and what becomes of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import jobs
+
+import farandole
+from farandole import ArgumentError, CommunicatorClosedError, intervals, timeline, trace_file, tracing
+from farandole.clocks import clock_identity, clock_offset
+from farandole.exposure import Exposure, exposure_of, exposures_of_steps
+from farandole.timeline import KINDS, Record, Span
+from farandole.trace_file import Part, read_trace, write_trace
+
+LIMIT_S = 60  # for what takes a moment
+
+# --- Sets of moments --------------------------------------------------------------------------------------------------
+
+some_intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+some_cuts = st.lists(st.integers(-2, 42), max_size=5).map(sorted)
+
+
+def moments_of(some) -> set[int]:
+    """As plainly as can be: every single moment."""
+    return {moment for begin, end in some for moment in range(begin, end)}
+
+
+def assert_in_order(some) -> None:
+    assert all(begin < end for begin, end in some)
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(some))
+
+
+@given(some_intervals, some_intervals)
+def test_sets_of_moments_are_what_they_are_moment_by_moment(first, second):
+    one, other = intervals.union(first), intervals.union(second)
+    assert_in_order(one)
+    assert moments_of(one) == moments_of(first)
+    assert intervals.length(one) == len(moments_of(first))
+    for made, wanted in (
+        (intervals.intersection(one, other), moments_of(first) & moments_of(second)),
+        (intervals.without(one, other), moments_of(first) - moments_of(second)),
+    ):
+        assert_in_order(made)
+        assert moments_of(made) == wanted
+
+
+@given(some_intervals, some_cuts)
+def test_a_set_is_cut_where_it_is_told(some, at):
+    pieces = intervals.cut(intervals.union(some), at)
+    edges = [-100, *at, 100]
+    assert [moments_of(piece) for piece in pieces] == [
+        {moment for moment in moments_of(some) if begin <= moment < end} for begin, end in itertools.pairwise(edges)
+    ]
+
+
+# --- What is exposed --------------------------------------------------------------------------------------------------
+
+SECOND = 10**9
+
+
+def spans_of(kind, *some) -> list[Span]:
+    return [Span(kind, "x", begin * SECOND, end * SECOND) for begin, end in some]
+
+
+def test_a_timeline_with_known_answers():
+    spans = [
+        *spans_of("compute", (0, 4), (2, 6), (8, 12)),  # 10 in all, of which it waits 3
+        *spans_of("communication", (1, 3), (2, 5), (9, 11), (14, 16)),  # 8 in all
+        *spans_of("waiting", (4, 5), (10, 13), (15, 17), (16, 17)),  # 6 in all; 1 + 1 + 1 of communication
+    ]
+    assert exposure_of(spans, 0, 20 * SECOND) == Exposure(20, 7, 6, 8, 3, 5)
+    assert exposures_of_steps(spans, [5 * SECOND, 11 * SECOND], 0, 20 * SECOND) == [
+        Exposure(5, 4, 1, 4, 1, 3),
+        Exposure(6, 3, 1, 2, 1, 1),
+        Exposure(9, 0, 4, 2, 1, 1),
+    ]
+
+
+def test_nothing_at_all_is_no_time():
+    assert exposure_of([], 5, 5) == Exposure(0, 0, 0, 0, 0, 0)
+    assert exposures_of_steps([], [3, 4], 2, 2) == [Exposure(0, 0, 0, 0, 0, 0)] * 3
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(KINDS, some_intervals)), some_cuts, st.integers(0, 20), st.integers(20, 40))
+def test_exposure_is_counted_moment_by_moment(by_kind, steps, began, ended):
+    spans = [
+        Span(kind, "x", begin * SECOND, max(begin, end) * SECOND)
+        for kind, some in by_kind.items()
+        for begin, end in some
+    ]
+    found = exposures_of_steps(spans, [step * SECOND for step in steps], began * SECOND, ended * SECOND)
+    edges = [-100, *steps, 100]
+    for exposure, (begin, end) in zip(found, itertools.pairwise(edges), strict=True):
+        window = {moment for moment in range(begin, end) if began <= moment < ended}
+        computing, waiting, communicating = (moments_of(by_kind[kind]) & window for kind in KINDS)
+        exposed, hidden = communicating & waiting, communicating - waiting
+        assert exposure == Exposure(*map(len, (window, computing - waiting, waiting, communicating, exposed, hidden)))
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+any_spans = st.lists(
+    st.builds(
+        lambda kind, begin, length, track: Span(kind, "x", begin, begin + length, track, {"bytes": 5}),
+        st.sampled_from(KINDS),
+        st.integers(0, 10**15),
+        st.integers(0, 50),
+        st.sampled_from(["", "a", "b"]),
+    ),
+    max_size=20,
+)
+
+
+@given(any_spans, st.lists(st.integers(0, 10**15), max_size=3).map(sorted), st.integers(-(10**15), 10**15))
+def test_a_file_says_what_was_recorded(tmp_path_factory, spans, steps, offset):
+    path = tmp_path_factory.mktemp("traces") / "trace.json"
+    parts = [
+        Part(0, "here", 11, 10**14, 10**15, spans, steps),
+        Part(1, "there", 12, 10**14, 10**15, spans, steps, num_missing=7, offset_ns=offset, uncertainty_ns=30),
+    ]
+    write_trace(path, [Part.unpack(part.pack()) for part in parts])
+    read = read_trace(path)
+    for part, again in zip(parts, read, strict=True):
+        assert (again.rank, again.host, again.process, again.num_missing) == (
+            part.rank,
+            part.host,
+            part.process,
+            part.num_missing,
+        )
+        assert again.uncertainty_ns == part.uncertainty_ns
+        shift = again.began_ns - part.began_ns
+        assert again.ended_ns - part.ended_ns == shift
+        assert again.steps == [step + shift for step in part.steps]
+        assert sorted((one.kind, one.began_ns, one.ended_ns) for one in again.spans) == sorted(
+            (one.kind, one.began_ns + shift, one.ended_ns + shift) for one in part.spans
+        )
+        assert again.exposure() == part.exposure()
+    assert read[1].began_ns - read[0].began_ns == offset
+    assert_rows_are_stacks(path)
+
+
+def assert_rows_are_stacks(path) -> None:
+    """Viewers want the spans of a thread to lie apart, or one within the other."""
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            rows.setdefault((event["pid"], event["tid"]), []).append((begin, begin + round(event["dur"] * 1000)))
+    for row in rows.values():
+        for (begin, end), (later, its_end) in itertools.combinations(sorted(row, key=lambda one: (one[0], -one[1])), 2):
+            assert later >= end or its_end <= end, (begin, end, later, its_end)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "it is no JSON"),
+        ("[]", "no trace that farandole.trace wrote"),
+        ('{"traceEvents": []}', "no trace that farandole.trace wrote"),
+        ('{"farandole": {"version": 99}}', "a trace of form 99"),
+        ('{"farandole": {"version": 1, "ranks": [{}]}, "traceEvents": []}', "damaged"),
+        ('{"farandole": {"version": 1, "ranks": []}, "traceEvents": [{"ph": "i", "pid": 3, "ts": 0}]}', "damaged"),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(tmp_path, content, says):
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ArgumentError, match=says):
+        read_trace(path)
+
+
+# --- Clocks -----------------------------------------------------------------------------------------------------------
+
+
+class ThreadRanks:
+    """Ranks as threads, with queues between them."""
+
+    def __init__(self, rank, size, queues, gathered, barrier):
+        self.rank, self.size = rank, size
+        self._queues, self._gathered, self._barrier = queues, gathered, barrier
+
+    def all_gather(self, data):
+        self._gathered[self.rank] = data
+        self._barrier.wait(LIMIT_S)
+        return list(self._gathered)
+
+    def send(self, number, dst):
+        self._queues[self.rank, dst].put(number)
+
+    def receive(self, src):
+        return self._queues[src, self.rank].get(timeout=LIMIT_S)
+
+
+def offsets(shifts, identities) -> list[tuple[int, int]]:
+    size = len(shifts)
+    queues = {(src, dst): queue.Queue() for src in range(size) for dst in range(size)}
+    shared = queues, [b""] * size, threading.Barrier(size)
+    found = [(0, 0)] * size
+
+    def find(rank):
+        ranks = ThreadRanks(rank, size, *shared)
+        found[rank] = clock_offset(ranks, identities[rank], lambda: time.monotonic_ns() + shifts[rank])
+
+    threads = [threading.Thread(target=find, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return found
+
+
+def test_clocks_that_are_apart_are_aligned_as_well_as_they_say():
+    shifts = [0, 3600 * SECOND, -SECOND // 7, 5]
+    found = offsets(shifts, ["a", "b", "c", "d"])
+    assert found[0] == (0, 0)
+    for shift, (offset, uncertainty) in zip(shifts[1:], found[1:], strict=True):
+        assert abs(offset + shift) <= uncertainty < SECOND
+
+
+def test_ranks_of_one_machine_have_one_clock():
+    assert offsets([0, 0, 0], [clock_identity()] * 3) == [(0, 0)] * 3
+
+
+# --- What is recorded -------------------------------------------------------------------------------------------------
+
+
+def traced(path, body, size=2):
+    """``body(comm, trace)`` on ranks as threads. Returns what was exposed, as each rank has it."""
+
+    def run(comm):
+        with farandole.trace(path, communicator=comm) as trace:
+            body(comm, trace)
+        return trace.exposed
+
+    with farandole.local(size, timeout_s=LIMIT_S) as world:
+        return world.run(run)
+
+
+def named(part, kind) -> list[Span]:
+    return sorted((span for span in part.spans if span.kind == kind), key=lambda span: span.began_ns)
+
+
+def test_all_of_many_collectives_are_there(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def body(comm, trace):
+        for index in range(2500):
+            if index % 2:
+                comm.all_reduce(np.ones(10), algorithm="ring")
+            else:
+                comm.barrier()
+
+    exposed = traced(path, body, 3)
+    parts = read_trace(path)
+    assert [part.rank for part in parts] == [0, 1, 2]
+    assert all(some == [part.exposure() for part in parts] for some in exposed)
+    for part in parts:
+        assert part.num_missing == 0
+        calls = named(part, "communication")
+        assert len(calls) == 2500
+        numbers = [call.details["number"] for call in calls]
+        assert numbers == list(range(numbers[0], numbers[0] + 2500))
+        assert {(call.name, call.details["algorithm"], call.details["bytes"]) for call in calls} == {
+            ("barrier", "dissemination", 0),
+            ("all_reduce", "ring", 80),
+        }
+        assert {(call.details["ranks"], call.details["blocking"]) for call in calls} == {(3, True)}
+        waits = named(part, "waiting")
+        assert len(waits) == 2500
+        assert all(wait.began_ns <= call.began_ns <= call.ended_ns for wait, call in zip(waits, calls, strict=True))
+        total = part.exposure().total
+        assert total.communicating == total.exposed > 0
+        assert total.hidden == 0
+        assert all(part.began_ns <= span.began_ns <= span.ended_ns <= part.ended_ns for span in part.spans)
+    assert_rows_are_stacks(path)
+
+
+def test_communication_behind_computation_is_hidden(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def body(comm, trace):
+        for _ in range(3):
+            works = [comm.all_reduce(np.ones(1000), async_op=True) for _ in range(2)]
+            with trace.span("work"):
+                while not all(work.is_done() for work in works):
+                    time.sleep(0.001)
+            for work in works:
+                work.wait()
+            trace.end_step()
+
+    for one in traced(path, body)[0]:
+        assert one.total.hidden == one.total.communicating > 0
+        assert one.total.exposed == 0
+        assert one.total.computing > one.total.hidden / 2
+        assert len(one.steps) == 3
+        assert all(step.communicating > 0 for step in one.steps)
+        assert sum(step.communicating for step in one.steps) == pytest.approx(one.total.communicating)
+    assert {span.name for span in named(read_trace(path)[0], "compute")} == {"work"}
+
+
+def test_a_wait_for_what_goes_on_in_the_background_is_exposed(tmp_path):
+    path = tmp_path / "trace.json"
+    came = threading.Event()
+
+    def body(comm, trace):
+        if comm.rank == 1:
+            assert came.wait(LIMIT_S)
+            time.sleep(0.02)
+        work = comm.all_reduce(np.ones(10), async_op=True)
+        came.set()
+        work.wait()
+
+    one = traced(path, body)[0][0]
+    (wait,) = named(read_trace(path)[0], "waiting")
+    assert wait.name == "for all_reduce on rank 0"
+    assert one.total.exposed > 0
+
+
+def test_groups_made_meanwhile_and_messages_are_there(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def body(comm, trace):
+        with contextlib.closing(comm.split(comm.rank % 2)) as group:
+            group.all_gather(np.ones(2))
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1)
+        if comm.rank == 1:
+            comm.recv(np.ones(3), 0)
+
+    traced(path, body, 4)
+    parts = read_trace(path)
+    for part in parts:
+        calls = named(part, "communication")
+        assert [call.details["ranks"] for call in calls if call.name == "all_gather"] == [2]
+        assert "split" in {call.name for call in calls}
+    assert [[name for name in ("send", "recv") if name in {one.name for one in part.spans}] for part in parts] == [
+        ["send"],
+        ["recv"],
+        [],
+        [],
+    ]
+
+
+def test_what_has_not_ended_is_there_as_such(tmp_path):
+    path = tmp_path / "trace.json"
+    left, works = threading.Event(), []
+
+    def run(comm):
+        with farandole.trace(path, communicator=comm):
+            if comm.rank == 0:
+                works.append(comm.all_reduce(np.ones(3), async_op=True))
+                while not comm.flight_record() or comm.flight_record()[-1].call != "all_reduce(3 x float64, sum)":
+                    time.sleep(0.001)
+        if comm.rank == 1:
+            comm.all_reduce(np.ones(3))
+
+    with farandole.local(2, timeout_s=LIMIT_S) as world:
+        world.run(run)
+        works[0].wait()
+    assert not left.is_set()
+    (call,) = named(read_trace(path)[0], "communication")
+    assert call.details["unfinished"]
+    assert named(read_trace(path)[1], "communication") == []
+
+
+@pytest.mark.parametrize("most", [0, 1, 100])
+def test_what_there_is_no_room_for_is_counted_and_said(tmp_path, monkeypatch, most):
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(tracing, "Record", functools.partial(Record, most))
+
+    def body(comm, trace):
+        for _ in range(150):
+            comm.barrier()
+            with trace.span("x"):
+                pass
+
+    with pytest.warns(RuntimeWarning, match=f"no room for {2 * (150 - most)} spans of rank 0, "):
+        exposed = traced(path, body)
+    assert [one.num_missing for one in exposed[1]] == [2 * (150 - most)] * 2
+    assert [part.num_missing for part in read_trace(path)] == [2 * (150 - most)] * 2
+
+
+def test_nothing_is_done_while_there_is_no_trace(monkeypatch):
+    def fail(*_):
+        raise AssertionError("called while there is no trace")
+
+    for name in ("now_ns", "Span", "_Context", "ranks_in_words"):
+        monkeypatch.setattr(timeline, name, fail)
+    monkeypatch.setattr(Record, "add", fail)
+    assert timeline.span("compute", "x") is timeline.span("waiting", "y")
+    with timeline.span("compute", "x"):
+        timeline.start("compute", "x")()
+        timeline.add("compute", "x", timeline.moment())
+        timeline.mark_step()
+
+    def body(comm):
+        comm.all_reduce(np.ones(3))
+        comm.all_reduce(np.ones(3), async_op=True).wait()
+        (comm.send if comm.rank == 0 else comm.recv)(np.ones(3), 1 - comm.rank)
+        return comm._runner._engine.logged_flights()
+
+    with farandole.local(2, timeout_s=LIMIT_S) as world:
+        assert world.run(body) == [([], 0)] * 2
+
+
+def test_a_forked_process_has_no_record(tmp_path):
+    with farandole.trace(tmp_path / "trace.json"):
+        child = os.fork()
+        if child == 0:
+            os._exit(timeline.is_on() or timeline.current() is not None)
+        assert os.waitpid(child, 0)[1] == 0
+        assert timeline.is_on()
+
+
+# --- Who takes part, and what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_process_by_itself(tmp_path):
+    path = tmp_path / "trace.json"
+    with farandole.trace(path) as trace:
+        with pytest.raises(ArgumentError, match="known when the trace has ended"):
+            _ = trace.exposed
+        with trace.span("x"):
+            pass
+    (one,) = trace.exposed
+    assert (one.rank, one.total.communicating) == (0, 0)
+    assert [span.name for span in read_trace(path)[0].spans] == ["x"]
+
+
+def test_ranks_that_do_not_know_one_another_yet_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ArgumentError, match=r"rank 1 of 4, .*call that before"), farandole.trace(tmp_path / "x.json"):
+        pass
+
+
+def test_two_traces_at_once_are_refused(tmp_path):
+    with farandole.trace(tmp_path / "one.json"):
+        with (
+            pytest.raises(ArgumentError, match="a trace is on already"),
+            farandole.trace(tmp_path / "two.json"),
+        ):
+            pass
+        assert timeline.is_on()
+    assert not timeline.is_on()
+
+    def within(comm, _):
+        with (
+            pytest.raises(ArgumentError, match="^a trace is on already"),
+            farandole.trace(tmp_path / "two.json", communicator=comm),
+        ):
+            pass
+        comm.barrier()
+
+    traced(tmp_path / "three.json", within)
+    for part in read_trace(tmp_path / "three.json"):
+        assert named(part, "communication")[-1].name == "barrier"
+    assert not (tmp_path / "two.json").exists()
+
+
+def test_ranks_that_are_threads_are_told_to_give_their_communicators(tmp_path):
+    both = threading.Barrier(2)
+
+    def run(comm):
+        refusal = ""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(farandole.trace(tmp_path / "x.json"))
+            except ArgumentError as error:
+                refusal = str(error)
+            both.wait(LIMIT_S)
+        return refusal
+
+    with farandole.local(2) as world:
+        refusals = world.run(run)
+    assert sorted("communicator=comm" in refusal for refusal in refusals) == [False, True]
+
+
+@pytest.mark.parametrize("place", ["a folder that is not there/trace.json", "."])
+def test_a_path_that_cannot_be_written_is_told_on_every_rank(tmp_path, place):
+    path = tmp_path / place
+
+    def run(comm):
+        with pytest.raises(ArgumentError, match="cannot be written") as caught:
+            with farandole.trace(path, communicator=comm):
+                raise AssertionError("entered")
+        return str(caught.value)
+
+    with farandole.local(3) as world:
+        first, *others = world.run(run)
+    assert not timeline.is_on()
+    assert others == [f"on rank 0: {first}"] * 2
+
+
+def test_a_file_that_cannot_be_written_after_all_is_told_on_every_rank(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    path.write_text("what was there")
+
+    def run(comm):
+        with pytest.raises(OSError, match="could not be written: .*full"):
+            with farandole.trace(path, communicator=comm):
+                if comm.rank == 0:
+                    monkeypatch.setattr(trace_file.json, "dumps", full_disk)
+
+    dumps = json.dumps
+
+    def full_disk(value, **more):
+        if isinstance(value, dict) and "displayTimeUnit" in value:
+            raise OSError(28, "the disk is full")
+        return dumps(value, **more)
+
+    with farandole.local(2, timeout_s=LIMIT_S) as world:
+        world.run(run)
+    assert path.read_text() == "what was there"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_whose_body_fails_everywhere_is_written(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def run(comm):
+        with pytest.raises(ZeroDivisionError), farandole.trace(path, communicator=comm):
+            comm.barrier()
+            _ = 1 / 0
+        return 1
+
+    with farandole.local(2, timeout_s=LIMIT_S) as world:
+        assert world.run(run) == [1, 1]
+    assert [len(named(part, "communication")) for part in read_trace(path)] == [1, 1]
+
+
+def test_where_one_rank_fails_and_the_others_wait_each_writes_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "_AFTER_A_FAILURE_S", 0.2)
+    failures = []
+
+    def run(comm):
+        try:
+            with farandole.trace(tmp_path / "trace.json", communicator=comm):
+                comm.barrier()
+                if comm.rank == 1:
+                    raise ZeroDivisionError
+                comm.all_reduce(np.ones(3))
+        except Exception as error:
+            failures.append(type(error))
+            raise
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with farandole.local(3, timeout_s=LIMIT_S) as world, pytest.raises(ZeroDivisionError):
+            world.run(run)
+    for rank in range(3):
+        assert any(f"that of rank {rank} alone is in {tmp_path}" in str(one.message) for one in told)
+    assert sorted(failures, key=str) == sorted([ZeroDivisionError, *[CommunicatorClosedError] * 2], key=str)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"trace.rank{rank}.json" for rank in range(3)]
+    for rank in range(3):
+        (part,) = read_trace(tmp_path / f"trace.rank{rank}.json")
+        assert part.rank == rank
+        assert part.uncertainty_ns is None
+        assert "barrier" in {span.name for span in part.spans}
+    assert not timeline.is_on()
+
+
+def test_a_warning_that_is_an_error_does_not_leave_the_trace_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "Record", functools.partial(Record, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="no room"), farandole.trace(tmp_path / "x.json") as trace:
+            with trace.span("x"):
+                pass
+    assert not timeline.is_on()
+
+
+def test_the_job_of_init_takes_part(tmp_path):
+    program = jobs.write_script(
+        tmp_path,
+        """
+        import sys
+        import numpy as np
+        import farandole
+
+        comm = farandole.init()
+        with farandole.trace(sys.argv[1]) as trace:
+            comm.all_reduce(np.ones(1000))
+        assert [one.rank for one in trace.exposed] == [0, 1, 2]
+        assert "torch" not in sys.modules
+        """,
+    )
+    done = jobs.run(jobs.sysconfig.get_path("scripts") + "/farandole", "run", "-n", 3, program, tmp_path / "trace.json")
+    assert done.returncode == 0, done.stderr
+    parts = read_trace(tmp_path / "trace.json")
+    assert [[span.name for span in named(part, "communication")] for part in parts] == [["all_reduce"]] * 3
+    assert len({part.process for part in parts}) == 3
