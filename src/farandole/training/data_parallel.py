@@ -294,11 +294,11 @@ class _Bucket(Bucket):
 
     def _was_let_go(self, position: int) -> bool:
         """Set to None, or to zero, since backward paused."""
-        gradient: Any = self._parameters[position].grad
+        gradient: Tensor | None = self._parameters[position].grad
         seen, version = self._seen[position]
         if gradient is None:
             return True
-        return gradient is seen and gradient._version != version and not bool(gradient.any())
+        return bool(id(gradient) == id(seen) and gradient._version != version and not gradient.any())
 
     def keep(self, is_carried: Sequence[bool]) -> None:
         """Carry no others."""
