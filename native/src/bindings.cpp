@@ -451,8 +451,8 @@ NB_MODULE(_native, module) {
       .def("messages", &messages_of)
       .def("flights", &flights_of)
       .def(
-          "log_flights",
-          [](Engine& engine, std::size_t most) { engine.flight_log().start(most); }, "most"_a)
+          "log_flights", [](Engine& engine, std::size_t most) { engine.flight_log().start(most); },
+          "most"_a)
       .def("logged_flights", &logged_flights_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 
