@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import jobs
 
 import farandole
 from farandole import ArgumentError, CommunicatorClosedError, intervals, timeline, trace_file, tracing
@@ -23,7 +24,6 @@ from farandole.clocks import clock_identity, clock_offset
 from farandole.exposure import Exposure, exposure_of, exposures_of_steps
 from farandole.timeline import KINDS, Record, Span
 from farandole.trace_file import Part, read_trace, write_trace
-from tests import jobs
 
 LIMIT_S = 60  # for what takes a moment
 
@@ -107,9 +107,7 @@ def test_exposure_is_counted_moment_by_moment(by_kind, steps, began, ended):
         window = {moment for moment in range(begin, end) if began <= moment < ended}
         computing, waiting, communicating = (moments_of(by_kind[kind]) & window for kind in KINDS)
         exposed, hidden = communicating & waiting, communicating - waiting
-        assert exposure == Exposure(
-            *map(len, (window, computing - waiting, waiting, communicating, exposed, hidden))
-        )
+        assert exposure == Exposure(*map(len, (window, computing - waiting, waiting, communicating, exposed, hidden)))
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -236,6 +234,21 @@ def test_clocks_that_are_apart_are_aligned_as_well_as_they_say():
 
 def test_ranks_of_one_machine_have_one_clock():
     assert offsets([0, 0, 0], [clock_identity()] * 3) == [(0, 0)] * 3
+
+
+def test_clocks_are_measured_over_a_communicator(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(tracing, "clock_identity", lambda: threading.current_thread().name)
+    traced(path, lambda comm, trace: comm.barrier(), 3)
+    assert_one_clock_was_measured(path)
+
+
+def assert_one_clock_was_measured(path) -> None:
+    first, *others = json.loads(path.read_text())["farandole"]["ranks"]
+    assert (first["clock_offset_ns"], first["clock_uncertainty_ns"]) == (0, 0)
+    for rank in others:
+        assert abs(rank["clock_offset_ns"]) <= rank["clock_uncertainty_ns"]
+        assert rank["clock_uncertainty_ns"] > 0
 
 
 # --- What is recorded -------------------------------------------------------------------------------------------------
@@ -463,7 +476,7 @@ def test_two_traces_at_once_are_refused(tmp_path):
 
     def within(comm, _):
         with (
-            pytest.raises(ArgumentError, match="^a trace is on already"),
+            pytest.raises(ArgumentError, match=r"^a trace is on already"),
             farandole.trace(tmp_path / "two.json", communicator=comm),
         ):
             pass
@@ -498,9 +511,11 @@ def test_a_path_that_cannot_be_written_is_told_on_every_rank(tmp_path, place):
     path = tmp_path / place
 
     def run(comm):
-        with pytest.raises(ArgumentError, match="cannot be written") as caught:
-            with farandole.trace(path, communicator=comm):
-                raise AssertionError("entered")
+        with (
+            pytest.raises(ArgumentError, match="cannot be written") as caught,
+            farandole.trace(path, communicator=comm),
+        ):
+            raise AssertionError("entered")
         return str(caught.value)
 
     with farandole.local(3) as world:
@@ -514,10 +529,8 @@ def test_a_file_that_cannot_be_written_after_all_is_told_on_every_rank(tmp_path,
     path.write_text("what was there")
 
     def run(comm):
-        with pytest.raises(OSError, match="could not be written: .*full"):
-            with farandole.trace(path, communicator=comm):
-                if comm.rank == 0:
-                    monkeypatch.setattr(trace_file.json, "dumps", full_disk)
+        with pytest.raises(OSError, match=r"could not be written: .*full"), farandole.trace(path, communicator=comm):
+            pass
 
     dumps = json.dumps
 
@@ -526,6 +539,7 @@ def test_a_file_that_cannot_be_written_after_all_is_told_on_every_rank(tmp_path,
             raise OSError(28, "the disk is full")
         return dumps(value, **more)
 
+    monkeypatch.setattr(trace_file.json, "dumps", full_disk)
     with farandole.local(2, timeout_s=LIMIT_S) as world:
         world.run(run)
     assert path.read_text() == "what was there"
@@ -536,14 +550,15 @@ def test_a_trace_whose_body_fails_everywhere_is_written(tmp_path):
     path = tmp_path / "trace.json"
 
     def run(comm):
-        with pytest.raises(ZeroDivisionError):
-            with farandole.trace(path, communicator=comm):
-                comm.barrier()
-                _ = 1 / 0
-        return 1
+        with pytest.raises(ZeroDivisionError), farandole.trace(path, communicator=comm):
+            fail(comm)
+
+    def fail(comm):
+        comm.barrier()
+        raise ZeroDivisionError
 
     with farandole.local(2, timeout_s=LIMIT_S) as world:
-        assert world.run(run) == [1, 1]
+        world.run(run)
     assert [len(named(part, "communication")) for part in read_trace(path)] == [1, 1]
 
 
@@ -582,9 +597,12 @@ def test_a_warning_that_is_an_error_does_not_leave_the_trace_on(tmp_path, monkey
     monkeypatch.setattr(tracing, "Record", functools.partial(Record, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="no room"), farandole.trace(tmp_path / "x.json") as trace:
-            with trace.span("x"):
-                pass
+        with (
+            pytest.raises(RuntimeWarning, match="no room"),
+            farandole.trace(tmp_path / "x.json") as trace,
+            trace.span("x"),
+        ):
+            pass
     assert not timeline.is_on()
 
 

@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import jobs
+from tests.test_timeline import assert_one_clock_was_measured
 from typer.testing import CliRunner
 
 from farandole.cli import app
 from farandole.trace_file import Part, read_trace
-from tests import jobs
 
 FARANDOLE = Path(sys.executable).parent / "farandole"
 
 PROGRAM = """
-import os, sys, torch
+import os, sys, torch, warnings
 import torch.distributed as dist
 from torch import nn
 
@@ -25,6 +26,7 @@ import farandole
 from farandole.training import DataParallel, FullyShardedParallel, NaiveDataParallel, ZeroOptimizer
 
 torch.set_num_threads(1)
+warnings.simplefilter("error", RuntimeWarning)
 folder = sys.argv[1]
 
 def net():
@@ -41,8 +43,12 @@ def train(name, model, optimizer, after_backward=lambda: None):
     assert [one.rank for one in trace.exposed] == [0, 1]
     assert [len(one.steps) for one in trace.exposed] == [3, 3]
 
+def start(backend, times):
+    store = dist.FileStore(f"{folder}/{backend}{times}", 2)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=2)
+
 for backend in ("farandole", "gloo"):
-    dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=int(os.environ["RANK"]), world_size=2)
+    start(backend, 1)
     model = DataParallel(net(), bucket_bytes=1)
     train("replicated", model, torch.optim.SGD(model.parameters(), lr=0.1))
     model = DataParallel(net(), bucket_bytes=1)
@@ -50,12 +56,19 @@ for backend in ("farandole", "gloo"):
     model = FullyShardedParallel(net())
     train("sharded", model, torch.optim.AdamW(model.parameters()))
     model = NaiveDataParallel(net())
+    farandole.tracing.clock_identity = lambda: str(dist.get_rank())
     train("naive", model, torch.optim.SGD(model.parameters(), lr=0.1), model.average_gradients)
+    try:
+        with farandole.trace(f"{folder}/{backend}-left.json"):
+            dist.destroy_process_group()
+    except RuntimeWarning as warning:
+        print(warning)
+    start(backend, 2)
     try:
         with farandole.trace(f"{folder}/{backend}-failed.json"):
             assert dist.get_rank() == 0
             dist.barrier()
-    except (AssertionError, RuntimeError):
+    except (AssertionError, RuntimeError, RuntimeWarning):
         pass
     dist.destroy_process_group()
 """
@@ -118,8 +131,22 @@ def test_gradients_are_summed_within_backward(folder, backend):
 def test_where_a_rank_fails_what_there_is_is_written(folder, backend):
     whole = folder / f"{backend}-failed.json"
     alone = [folder / f"{backend}-failed.rank{rank}.json" for rank in (0, 1)]
-    parts = [part for path in (whole, *alone) if path.exists() for part in read_trace(path)]
-    assert sorted(part.rank for part in parts) == [0, 1]
+    assert ranks_in(whole, *alone) == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_a_program_may_leave_torch_distributed_before_the_trace(folder, backend):
+    alone = [folder / f"{backend}-left.rank{rank}.json" for rank in (0, 1)]
+    assert ranks_in(folder / f"{backend}-left.json", *alone) == [0, 1]
+
+
+def ranks_in(*paths: Path) -> list[int]:
+    return sorted(part.rank for path in paths if path.exists() for part in read_trace(path))
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+def test_clocks_are_measured_over_any_backend(folder, backend):
+    assert_one_clock_was_measured(folder / f"{backend}-naive.json")
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
