@@ -14,47 +14,25 @@ import train_digits
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch.nn.parallel import DistributedDataParallel
+
+from farandole.training import DataParallel
 
 BACKENDS = ("farandole", "gloo")
 WANTED_ACCURACY = 0.95
 WEIGHT_TOLERANCE = 1e-3
 
 
-class TimedAverage:
-    """Averages gradients as DistributedDataParallel itself does, but waits for it, and takes the time.
+class Training:
+    """A model that is trained over one backend.
 
     Attributes:
-        seconds: in all_reduce, from the call until the sums are there; waiting for ranks that still compute included.
-        num_bytes: of gradients, on this rank.
+        seconds: of all epochs.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.seconds = 0.0
-        self.num_bytes = 0
-
-    def average(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook."""
-        gradients = bucket.buffer().div_(self.group.size())
-        start = time.perf_counter()
-        dist.all_reduce(gradients, group=self.group)
-        self.seconds += time.perf_counter() - start
-        self.num_bytes += gradients.nbytes
-        done = torch.futures.Future()
-        done.set_result(gradients)
-        return done
-
-
-class Training:
-    """A model that is trained over one backend."""
 
     def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
         self.group = group
-        self.model = DistributedDataParallel(train_digits.make_model(seed), process_group=group)
+        self.model = DataParallel(train_digits.make_model(seed), group=group)
         self.optimizer = train_digits.make_optimizer(self.model)
-        self.timed = TimedAverage(group)
-        self.model.register_comm_hook(None, self.timed.average)
         self.seconds = 0.0
 
     def train(self, images: torch.Tensor, labels: torch.Tensor, batches: list[torch.Tensor]) -> None:
@@ -113,17 +91,16 @@ def main() -> int:
 def print_table(console: Console, trainings: dict[str, Training], accuracies: dict[str, float]) -> None:
     """What each training came to, on rank 0."""
     table = Table(
-        title="DistributedDataParallel on digits, what rank 0 saw",
+        title="DataParallel on digits, what rank 0 saw",
         title_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
     table.add_column("backend", no_wrap=True)
-    for name in ("accuracy", "seconds", "in all_reduce", "bytes of gradients"):
+    for name in ("accuracy", "seconds", "of these waiting for gradients"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, training in trainings.items():
-        timed = training.timed
-        cells = (f"{accuracies[name]:.4f}", f"{training.seconds:.3f}", f"{timed.seconds:.3f}", f"{timed.num_bytes:,}")
+        cells = (f"{accuracies[name]:.4f}", f"{training.seconds:.3f}", f"{training.model.waited_s:.3f}")
         table.add_row(name, *cells)
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on handwritten digits with DistributedDataParallel, over farandole.
+"""Trains a small convolutional network on handwritten digits with DataParallel, over farandole.
 
 Start it with ``farandole run -n 2 examples/train_digits.py``, or with torchrun. The backend is the one word
 in ``init_process_group``. Needs torch and scikit-learn, whose real 8 x 8 images are part of its package.
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from farandole.training import DataParallel
 
 NUM_TEST_IMAGES = 360
 
@@ -24,7 +25,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("farandole")
     images, labels = load_images()
-    model = DistributedDataParallel(make_model(arguments.seed))
+    model = DataParallel(make_model(arguments.seed))
     optimizer = make_optimizer(model)
     for epoch, batches in enumerate(make_epochs(arguments), start=1):
         loss = train(model, optimizer, images[NUM_TEST_IMAGES:], labels[NUM_TEST_IMAGES:], batches)
@@ -86,7 +87,7 @@ def make_epochs(arguments: argparse.Namespace) -> list[Sequence[torch.Tensor]]:
 
 
 def train(
-    model: DistributedDataParallel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     images: torch.Tensor,
     labels: torch.Tensor,
@@ -97,8 +98,8 @@ def train(
     for batch in batches:
         mine = batch.tensor_split(world_size)[rank]
         optimizer.zero_grad()
-        # The shares of a batch may differ by one image, and DistributedDataParallel averages over ranks: so each takes
-        # the sum over its images, divided by how many there would be in equal shares.
+        # The shares of a batch may differ by one image, and DataParallel takes the mean over ranks: so each takes the
+        # sum over its images, divided by how many there would be in equal shares.
         loss = nn.functional.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
         loss = loss * world_size / len(batch)
         loss.backward()

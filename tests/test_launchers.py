@@ -249,7 +249,7 @@ def test_mpirun_of_another_mpi_says_so(mpi, tmp_path):
     """As the mpi4py here finds no mpirun of its own, it is alone."""
     variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     done = run(mpi / "python", "-c", "import farandole; farandole.init()", **variables)
-    assert "mpirun says that this is rank 1 of 2, and mpi4py that it is rank 0 of 1: it uses another MPI" in done.stderr
+    assert "says that it is rank 1 of 2, and mpi4py that it is rank 0 of 1: it uses another MPI" in done.stderr
 
 
 def test_ranks_that_missed_one_another_under_mpirun_meet_when_both_come_again(mpi, tmp_path):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
 
 import pytest
-from jobs import LIMIT_S, mpirun, write_script
+from jobs import LIMIT_S, mpirun, run, write_script
 
 from farandole.errors import RendezvousError
 from farandole.launch import over_mpi
 from farandole.launch.environment import join_job, transport_from
-from farandole.mpi_pump import LineName, Pump
+from farandole.mpi_pump import LineName, Pump, PumpStopped
 
 TESTS = Path(__file__).parent
 
@@ -264,6 +265,55 @@ def test_a_forked_child_holds_up_nothing(mpi, tmp_path):
     require_through(job(mpi, tmp_path, 2, 2, dedented(body)), 2)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_program_may_finalise_mpi_itself(mpi, tmp_path, is_closed):
+    """Right after it closed its communicators, while lines may still be ending; and with some open, which are cut."""
+    body = f"""
+    comms = [farandole.init(timeout_s=60) for _ in range(3)]
+    for comm in comms:
+        comm.all_reduce(np.ones(100_000))
+        if {is_closed}:
+            comm.close()
+    MPI.Finalize()
+    try:
+        farandole.init(timeout_s=60)
+    except farandole.RendezvousError as error:
+        say(error)
+    say("through")
+    """
+    done = job(mpi, tmp_path, 3, 3, dedented(body))
+    require_through(done, 3)
+    assert done.stdout.count("MPI has been finalised, and the ranks would meet over it; call farandole.init()") == 3
+
+
+def test_where_mpi_fails_on_one_rank_all_are_told_then_and_when_they_meet_again(mpi, tmp_path):
+    body = """
+    from farandole import mpi_pump
+    with farandole.init(timeout_s=60) as kept:
+        comm = farandole.init(timeout_s=60)
+        if rank == 1:
+            def failing(self):
+                raise MPI.Exception(MPI.ERR_OTHER)
+            mpi_pump.Pump._receive = failing
+        for one in (comm, kept):
+            try:
+                while True:
+                    one.all_reduce(np.ones(1000))
+            except farandole.PeerLostError:
+                say("lost")
+        try:
+            farandole.init(timeout_s=60)
+        except farandole.RendezvousError as error:
+            say(error)
+    """
+    began = time.monotonic()
+    done = job(mpi, tmp_path, 3, 3, dedented(body))
+    assert done.stdout.count("lost") == 6, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("nothing is carried over MPI any more, as MPI failed in this process") == 3
+    assert done.stderr.count("Traceback") == 1
+    assert time.monotonic() - began < 50  # nobody waited for the timeout
+
+
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +364,34 @@ def test_an_mpi_for_one_thread_is_refused(mpi):
     done = mpirun(mpi, 2, mpi / "python", "-c", code, FARANDOLE_TRANSPORT="mpi")
     assert done.returncode != 0
     assert "several threads may use it, and it was initialised for fewer" in done.stderr
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mpi"])
+def test_mpi_that_is_not_initialised_is_no_reason_to_abort(mpi, transport):
+    code = "import mpi4py; mpi4py.rc.initialize = False; import farandole; farandole.init()"
+    done = mpirun(mpi, 2, mpi / "python", "-c", code, FARANDOLE_TRANSPORT=transport)
+    assert done.returncode != 0
+    assert "MPI is not initialised, as mpi4py.rc.initialize was changed; call MPI.Init_thread() before" in done.stderr
+
+
+def test_where_torchrun_says_who_a_rank_is_data_go_over_mpi_too(mpi, tmp_path):
+    """As where mpirun starts one torchrun per host, each with one process."""
+    body = """
+    import socket
+    import torch.distributed as dist
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = MPI.COMM_WORLD.bcast(free.getsockname()[1])
+    agent = dist.TCPStore("127.0.0.1", port, n, rank == 0)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FARANDOLE_SECRET": "secret"}
+    with farandole.init(timeout_s=60) as comm:
+        assert comm.all_reduce(np.ones(1000))[0] == n
+        assert type(comm._membership.network.transport).__name__ == "MpiLines"
+        comm.barrier()
+    MPI.COMM_WORLD.Barrier()
+    say("through")
+    """
+    require_through(job(mpi, tmp_path, 2, 2, dedented(body)), 2)
 
 
 # -- where rank 0 serves the store -------------------------------------------------------------------------------------
@@ -510,3 +588,40 @@ def test_a_line_that_is_given_up_is_over(pumps):
     assert not pumps[1]._early
     for stream in others:
         stream.close()
+
+
+def test_what_writes_to_a_socket_that_nobody_reads_is_not_ended_by_a_signal():
+    """Programs that are ended by SIGPIPE, as filters are, ask for it for the whole process."""
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(TESTS)!r})
+    import os, signal, socket
+    from test_over_mpi import FakeMPI, FakeRank, LineName, Pump, deque
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    world = [deque(), deque()]
+    pumps = [Pump(FakeMPI, FakeRank(world, rank)) for rank in range(2)]
+    lines = [pump.open(LineName(7, own, 1 - own), 1 - own) for own, pump in enumerate(pumps)]
+    assert not any(pump.unanswered({{0: line}}, 60) for pump, line in zip(pumps, lines))
+    one, other = (socket.socket(fileno=line.socket) for line in lines)
+    other.close()
+    one.send(b"hello")
+    one.shutdown(socket.SHUT_WR)
+    while not lines[1]._has_received_end:
+        pass
+    print("through", flush=True)
+    os._exit(0)
+    """
+    done = run(sys.executable, "-c", dedented(code))
+    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr[-2000:]
+
+
+def test_a_pump_that_has_stopped_says_so(pumps):
+    waiting = pumps[0].open(LineName(1, 0, 1), 1)
+    pumps[0].end(0.05)
+    with pytest.raises(PumpStopped, match="MPI has been finalised"):
+        pumps[0].unanswered({1: waiting}, LIMIT_S)
+    before = {*Path("/proc/self/fd").iterdir()}
+    with pytest.raises(PumpStopped, match="MPI has been finalised"):
+        pumps[0].open(LineName(2, 0, 1), 1)
+    assert {*Path("/proc/self/fd").iterdir()} <= before
+    os.close(waiting.socket)

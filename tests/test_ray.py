@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -148,6 +149,108 @@ def test_ranks_that_do_not_come_or_come_twice_are_named(python, tmp_path):
     assert "RendezvousError the place where the ranks of this group meet does not answer" in text, text
     """
     assert "through" in run_main(python, tmp_path, body)
+
+
+def test_a_rank_that_cannot_come_holds_up_nobody(python, tmp_path):
+    body = """
+    others = start(2)
+    for transport, message in (("smoke", "is 'smoke'; it must be"), ("mpi", "is mpi, and MPI does not know")):
+        odd = Rank.options(runtime_env={"env_vars": {"FARANDOLE_TRANSPORT": transport}}).remote()
+        began = time.monotonic()
+        for rank, text in enumerate(ray.get(begin([others[0], odd, others[1]], Group(3), total))):
+            told = "" if rank == 1 else "rank 1 could not join: "
+            assert f"RendezvousError {told}FARANDOLE_TRANSPORT {message}" in text, text
+        assert time.monotonic() - began < 40  # the timeout is 60
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_where_ray_starts_again_what_died_while_the_ranks_met_all_are_told(python, tmp_path):
+    body = """
+    def die_once(group, rank, path):
+        import farandole.ray
+        if not os.path.exists(path):
+            open(path, "w").close()
+            farandole.ray.join_at = lambda *_, **__: os._exit(3)
+        try:
+            return total(group, rank)
+        except farandole.FarandoleError as error:
+            return str(error)
+
+    others = start(2)
+    for what in ("task", "actor"):
+        began, group = time.monotonic(), Group(3)
+        arguments = group, 2, os.path.join(sys.argv[1], what)
+        if what == "task":
+            answer = ray.remote(num_cpus=0, max_retries=1)(die_once).remote(*arguments)
+        else:
+            actor = Rank.options(max_restarts=1, max_task_retries=1).remote()
+            answer = actor.use.remote(*arguments[:2], die_once, *arguments[2:])
+        answers = [answer, *begin(others, group, total)]
+        for text in ray.get(answers):
+            assert "rank 2 of this group has been joined before, by process" in text, text
+        assert time.monotonic() - began < 40  # the timeout is 60
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_a_place_to_meet_that_ray_starts_late_is_waited_for_and_one_that_it_never_starts_is_named(python, tmp_path):
+    body = """
+    def wait(group, rank, patience_s, timeout_s):
+        import farandole.ray
+        farandole.ray._ANSWERING_S = patience_s
+        with group.join(rank, timeout_s=timeout_s) as comm:
+            return comm.all_reduce(np.ones(3))[0]
+
+    class Late(farandole.ray._Board):
+        def __init__(self, seconds):
+            time.sleep(seconds)
+            super().__init__()
+
+    ranks = start(2)
+    group = Group(2)
+    group._board = ray.remote(num_cpus=0)(Late).remote(5)
+    assert ray.get(begin(ranks, group, wait, 1, 60)) == [2, 2]
+    group = Group(2)
+    group._board = ray.remote(num_cpus=0, resources={"none": 1})(Late).remote(0)
+    for text in ray.get(begin(ranks, group, wait, 1.5, 1)):
+        assert "an actor of Ray, has not answered for 1.5 s; has Ray started it" in text, text
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_actors_that_are_left_go_on(python, tmp_path):
+    """On one host and on two, after one of them was killed by Ray."""
+    body = """
+    ready = os.path.join(sys.argv[1], "ready")
+
+    def survive(group, rank):
+        comm = group.join(rank, timeout_s=60)
+        try:
+            for turn in range(100_000):
+                comm.all_reduce(np.ones(1000))
+                if rank == 1 and turn == 20:
+                    open(ready, "w").close()
+        except farandole.PeerLostError:
+            with comm.shrink() as left:
+                return left.world_size, left.all_reduce(np.array([rank]))[0]
+
+    for hosts in ("aaaa", "abab"):
+        ranks = start(4, hosts)
+        answers = begin(ranks, Group(4), survive)
+        while not os.path.exists(ready):
+            time.sleep(0.01)
+        os.remove(ready)
+        ray.kill(ranks[1])
+        assert [ray.get(answers[rank]) for rank in (0, 2, 3)] == [(3, 5)] * 3
+    """
+    assert "through" in run_main(python, tmp_path, body)
+
+
+def test_without_ray_it_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "farandole[ray]"')):
+        Group(2)
 
 
 @pytest.mark.parametrize("size", [0, -1, 257, 2.5, True, "3"])

@@ -154,8 +154,10 @@ def test_every_algorithm_at_every_size(text, wire_dtype):
             schedule = algorithms.build("all_reduce", name, n, topology=topology)
             roundings = wire_reference.most_roundings(schedule, topology)
             for count in counts:
-                op = ("sum", "avg", "max", "min")[(index + count) % 4]
+                op = ("sum", "avg", "max", "min", "prod")[(index + count) % 5]
                 inputs = [numbers(rank, count, index, 1000.0 ** (rank - 1)) for rank in range(n)]
+                if op == "prod":  # that is neither too large nor too small
+                    inputs = [np.copysign(np.clip(np.abs(one), 1 / 64, 64), one) for one in inputs]
                 outputs = world.run(
                     lambda comm, inputs=inputs, op=op, name=name: comm.all_reduce(
                         inputs[comm.rank].copy(), op, algorithm=name, wire_dtype=wire_dtype
@@ -186,14 +188,16 @@ def test_in_channels_of_two_tiny_slots(wire_dtype, monkeypatch):
 
 
 def check_bound(output, inputs, op: str, wire_dtype: str, roundings: int) -> None:
-    """As the docstring of all_reduce says, with what float32 itself rounds."""
+    """As docs/numbers.md says, with what float32 itself rounds."""
     exact = np.array(inputs, dtype="f8")
-    combine = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}[op]
+    combine = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op]
+    roundings = len(inputs) if op == "prod" else roundings
     magnitudes = np.abs(exact)
     if wire_dtype == "int8" and output.size:
         magnitudes = np.broadcast_to(magnitudes.max(axis=1, keepdims=True), magnitudes.shape)
     share = (1 + wire_reference.STEPS[wire_dtype]) ** roundings * (1 + 2.0**-23) ** len(inputs) - 1
-    limit = share * magnitudes.sum(axis=0) / (len(inputs) if op == "avg" else 1)
+    whole = magnitudes.prod(axis=0) if op == "prod" else magnitudes.sum(axis=0)
+    limit = share * whole / (len(inputs) if op == "avg" else 1)
     assert (np.abs(output - combine(exact, axis=0)) <= limit + 2.0**-130).all()
 
 
@@ -228,6 +232,35 @@ def test_what_is_no_finite_number():
         assert np.isfinite(outputs[0][10])
         chunk = 150  # a ring of four: in int8 each is one block
         assert set(np.flatnonzero(is_nan)) == {300} if wire_dtype == "bfloat16" else set(range(2 * chunk, 3 * chunk))
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("relays_flush", [False, True])
+def test_all_hold_the_same_bits_though_some_take_subnormal_numbers_for_zeros(wire_dtype, relays_flush):
+    """As a library may tell the processor to when it is loaded; threads have that from the one that starts them."""
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(relays_flush):
+        pytest.skip("this processor cannot")
+    words = np.random.default_rng(5).integers(0, 1 << 25, (4, 1000), dtype="u4")
+    contributions = words.view("f4") * np.float32([1, -1, 1, -1])[:, None]
+
+    def body(comm):
+        torch.set_flush_denormal(comm.rank % 2 == 0)
+        results = []
+        for name in SOUND:
+            work = comm.all_reduce(
+                contributions[comm.rank].copy(), algorithm=name, wire_dtype=wire_dtype, async_op=True
+            )
+            results.append(comm.all_reduce(contributions[comm.rank].copy(), algorithm=name, wire_dtype=wire_dtype))
+            results.append(work.wait())
+        return results
+
+    try:
+        with farandole.local(4, timeout_s=LIMIT_S, hosts="2x2") as world:
+            for outputs in zip(*world.run(body), strict=True):
+                assert same_bits(outputs)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)

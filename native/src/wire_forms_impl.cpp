@@ -79,6 +79,47 @@ struct Power {
   }
 };
 
+// ---- blocks of tiny numbers -------------------------------------------------------------------
+//
+// A program, or a library that it loads, may have told the processor to take subnormal numbers for
+// zeros, in one thread and not in another. So that all ranks hold the same bits nevertheless,
+// blocks in which they matter, with scales up to this one, are done in integers: multiples of
+// 2^-149, the least float32, of which 2^k is 2^(c + 16) and no number has 2^31.
+constexpr std::uint32_t kLastTinyScale = 7;
+constexpr std::uint32_t kMantissaBits = 23;
+constexpr std::uint32_t kHiddenBit = 1U << kMantissaBits;
+
+void encode_tiny_block(std::byte* wire, const std::byte* floats, std::size_t count,
+                       std::uint32_t scale) {
+  const std::uint32_t shift = scale + 16;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto bits = load<std::uint32_t>(floats, i);
+    const std::uint32_t exponent = (bits & kMagnitude) >> kMantissaBits;
+    const std::uint32_t mantissa = bits & (kHiddenBit - 1);
+    const std::uint32_t units =
+        exponent == 0 ? mantissa : (mantissa | kHiddenBit) << (exponent - 1);
+    const std::uint32_t is_odd = units >> shift & 1;
+    const auto whole =
+        static_cast<std::int32_t>((units + (1U << (shift - 1)) - 1 + is_odd) >> shift);
+    store(wire, i, static_cast<std::int8_t>(bits > kMagnitude ? -whole : whole));
+  }
+}
+
+void decode_tiny_block(std::byte* floats, const std::byte* wire, std::size_t count,
+                       std::uint32_t scale) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int32_t whole = load<std::int8_t>(wire, i);
+    const std::int32_t units = (whole < 0 ? -whole : whole) << (scale + 16);
+    std::uint32_t bits = static_cast<std::uint32_t>(units);
+    if (bits >= kHiddenBit) {
+      bits = __builtin_bit_cast(std::uint32_t, static_cast<float>(units)) - (149U << kMantissaBits);
+    }
+    store(floats, i, whole < 0 ? bits | ~kMagnitude : bits);
+  }
+}
+
+// ---- all blocks -------------------------------------------------------------------------------
+
 [[gnu::always_inline]] inline void encode_block(std::byte* wire, const std::byte* floats,
                                                 std::size_t count) {
   std::uint32_t largest = 0;
@@ -90,6 +131,10 @@ struct Power {
   store(wire, 0, static_cast<std::uint8_t>(scale));
   if (scale == kNotFinite) {
     __builtin_memset(wire + 1, 0, count);
+    return;
+  }
+  if (scale <= kLastTinyScale) {
+    encode_tiny_block(wire + 1, floats, count, scale);
     return;
   }
   // Both products are exact wherever the outcome is 0.5 or more; what is less becomes 0.
@@ -111,6 +156,10 @@ struct Power {
   const std::uint32_t scale = load<std::uint8_t>(wire, 0);
   if (scale == kNotFinite) {
     for (std::size_t i = 0; i < count; ++i) store(floats, i, __builtin_nanf(""));
+    return;
+  }
+  if (scale <= kLastTinyScale) {
+    decode_tiny_block(floats, wire + 1, count, scale);
     return;
   }
   const Power factor(static_cast<std::int32_t>(scale) - kBias);

@@ -1,5 +1,6 @@
 // What travels between hosts: every instruction set against a reference in plain doubles, and that
-// what was rounded once does not change any more. Bits are compared, there are no tolerances.
+// what was rounded once does not change any more, whatever the processor does with subnormal
+// numbers. Bits are compared, there are no tolerances.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -9,6 +10,10 @@
 #include <random>
 #include <set>
 #include <vector>
+
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 #include "check.hpp"
 #include "kernels.hpp"
@@ -64,6 +69,20 @@ Floats reference(WireForm form, Floats floats) {
   return floats;
 }
 
+// Has this thread take subnormal numbers for zeros, where the processor can (FTZ and DAZ).
+class Flushing {
+ public:
+#ifdef __SSE__
+  explicit Flushing(bool flushes) { _mm_setcsr(flushes ? before_ | 0x8040 : before_); }
+  ~Flushing() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_ = _mm_getcsr();
+#else
+  explicit Flushing(bool) {}
+#endif
+};
+
 // ---- What the kernels do ----------------------------------------------------------------------
 
 // At odd addresses, between bytes that must stay.
@@ -86,23 +105,26 @@ void check_floats(WireForm form, const Floats& floats,
   const Floats expected = reference(form, floats);
   for (const auto isa : available_instruction_sets()) {
     const WireKernels kernels = find_wire_kernels(form, isa);
-    const Floats arrived = over_the_wire(kernels, form, floats);
-    Floats rounded = floats;
-    kernels.round(reinterpret_cast<std::byte*>(rounded.data()), rounded.size());
-    const Floats again = over_the_wire(kernels, form, arrived);
-    check(
-        are_same(arrived, expected) && are_same(rounded, expected) && are_same(again, expected),
-        [&](std::ostream& out) {
-          std::size_t i = 0;
-          while (i + 1 < floats.size() && std::bit_cast<std::uint32_t>(arrived[i]) ==
-                                              std::bit_cast<std::uint32_t>(expected[i])) {
-            ++i;
-          }
-          out << name_of(isa) << ", form " << int(form) << ", " << floats.size()
-              << " numbers: " << std::hexfloat << floats[i] << " became " << arrived[i]
-              << ", expected " << expected[i];
-        },
-        place);
+    for (const bool flushes : {false, true}) {
+      const Flushing flushing(flushes);
+      const Floats arrived = over_the_wire(kernels, form, floats);
+      Floats rounded = floats;
+      kernels.round(reinterpret_cast<std::byte*>(rounded.data()), rounded.size());
+      const Floats again = over_the_wire(kernels, form, arrived);
+      check(
+          are_same(arrived, expected) && are_same(rounded, expected) && are_same(again, expected),
+          [&](std::ostream& out) {
+            std::size_t i = 0;
+            while (i + 1 < floats.size() && std::bit_cast<std::uint32_t>(arrived[i]) ==
+                                                std::bit_cast<std::uint32_t>(expected[i])) {
+              ++i;
+            }
+            out << name_of(isa) << ", form " << int(form) << ", " << floats.size()
+                << " numbers: " << std::hexfloat << floats[i] << " became " << arrived[i]
+                << ", expected " << expected[i];
+          },
+          place);
+    }
   }
 }
 

@@ -38,6 +38,7 @@ class Identity:
         secret: of the job.
         transport: what connects its hosts.
         addresses: where other hosts reach this one, if that is known.
+        job: its name, where other jobs may come to meet at the same place: see `join`; empty if none will.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Identity:
     secret: bytes
     transport: Transport = field(default_factory=Tcp)
     addresses: Sequence[str] | None = None
+    job: str = ""
 
 
 class MeetingPlace(Protocol):

@@ -7,7 +7,8 @@ Messages go over a duplicate of MPI's world, so that they never meet those of th
 that ranks are to be connected. A rank that is not there then holds up nobody for longer than the meeting lasts: the
 duplicate stays begun, and is there once that rank has come to a later one.
 
-A program that calls MPI.Finalize() itself must have closed its communicators before.
+MPI.Finalize() first ends the pump: it calls what is attached to MPI's COMM_SELF before anything else. A program that
+calls it should have closed its communicators before: lines that are still open hold it up for `_GRACE_S`, and are cut.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from farandole.addresses import own_addresses
 from farandole.connections import Way
 from farandole.errors import RendezvousError
-from farandole.mpi_pump import Line, LineName, Pump
+from farandole.mpi_pump import Line, LineName, Pump, PumpStopped
 
 __all__ = ["MpiLines"]
 
@@ -73,7 +74,10 @@ class _Connector:
         def require_time(what: str) -> None:
             require_going()
             if time.monotonic() > limit:
-                raise RendezvousError(f"rank {self._rank} waited in vain for {what}, over MPI")
+                raise RendezvousError(
+                    f"rank {self._rank} waited in vain for {what}, over MPI; are all ranks of this mpirun or srun in "
+                    f"farandole.init(), and has none of them ended?"
+                )
 
         pump = _pump(self._MPI, require_time)
         lines: dict[int, Line] = {}
@@ -81,7 +85,7 @@ class _Connector:
             for rank, way in enumerate(ways):
                 if way is not None:
                     lines[rank] = _open(pump, LineName(int(token, 16), self._rank, rank), way.port)
-            while missing := pump.unanswered(lines, _NOTICING_S):
+            while missing := _unanswered(pump, lines):
                 require_time(f"ranks {missing}")
         except BaseException:
             for line in lines.values():
@@ -101,6 +105,19 @@ def _open(pump: Pump, name: LineName, peer: int) -> Line:
         raise RendezvousError(
             f"cannot open a line to rank {name.other} over MPI: {error}; raise the limit with ulimit -n"
         ) from error
+    except PumpStopped as error:
+        raise _stopped(error) from error
+
+
+def _unanswered(pump: Pump, lines: Mapping[int, Line]) -> list[int]:
+    try:
+        return pump.unanswered(lines, _NOTICING_S)
+    except PumpStopped as error:
+        raise _stopped(error) from error
+
+
+def _stopped(error: PumpStopped) -> RendezvousError:
+    return RendezvousError(f"nothing is carried over MPI any more, as {error}; start the job again")
 
 
 class _Shared:
@@ -132,14 +149,20 @@ def _pump(MPI: Any, require_time: Callable[[str], None]) -> Pump:
                 _shared.world, _shared.request = MPI.COMM_WORLD.Idup()
             if _shared.request.Test():
                 _shared.pump = Pump(MPI, _shared.world)
+                key = MPI.Comm.Create_keyval(delete_fn=_end_before_finalize)
+                MPI.COMM_SELF.Set_attr(key, None)
                 return _shared.pump
         require_time("all ranks of MPI's world")
         time.sleep(_PAUSE_S)
 
 
-def _end_at_exit() -> None:
+def _end() -> None:
     if _shared.pump is not None:
         _shared.pump.end(_GRACE_S)
+
+
+def _end_before_finalize(_communicator: Any, _key: int, _value: Any) -> None:
+    _end()
 
 
 def _forget() -> None:
@@ -151,5 +174,5 @@ def _forget() -> None:
 
 
 # Handlers run in reverse: this after that of `farandole.job`, which closes communicators, and before MPI is finalised.
-atexit.register(_end_at_exit)
+atexit.register(_end)
 os.register_at_fork(after_in_child=_forget)

@@ -19,6 +19,8 @@ bounded.
 
 As MPI has nothing to sleep on, the pump looks: at once again while something moves, a little later if nothing has for a
 moment, and once a millisecond when it is idle. What its own process writes wakes it.
+
+If MPI fails, the pump prints that, tells the other ends as far as MPI still lets it, and closes all lines.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["Line", "LineName", "Pump"]
+__all__ = ["Line", "LineName", "Pump", "PumpStopped"]
 
 _HEADER = struct.Struct("<QIIII")
 """Token, sender, receiver, kind, bytes passed on."""
@@ -61,6 +63,10 @@ class LineName(NamedTuple):
     token: int
     own: int
     other: int
+
+
+class PumpStopped(Exception):
+    """A pump carries nothing any more. The message says why."""
 
 
 class _Kind(IntEnum):
@@ -128,6 +134,7 @@ class Pump:
         self._opened: list[Line] = []
         self._abandoned: list[Line] = []
         self._limit: float | None = None
+        self._why_stopped: str | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._bell, select.EPOLLIN)
@@ -139,21 +146,32 @@ class Pump:
 
         Raises:
             OSError: there is no descriptor left.
+            PumpStopped: nothing is carried any more.
         """
         line = Line(name, peer)
         with self._changed:
+            if self._why_stopped is not None:
+                os.close(line.socket)
+                line._stream.close()
+                raise PumpStopped(self._why_stopped)
             self._opened.append(line)
         os.eventfd_write(self._bell, 1)
         return line
 
     def unanswered(self, lines: Mapping[int, Line], seconds: float) -> list[int]:
-        """Of which ranks the lines are not answered, when all are or the time is over."""
+        """Of which ranks the lines are not answered, when all are or the time is over.
+
+        Raises:
+            PumpStopped: nothing is carried any more.
+        """
 
         def missing() -> list[int]:
             return [rank for rank, line in lines.items() if not line.is_answered]
 
         with self._changed:
-            self._changed.wait_for(lambda: not missing(), seconds)
+            self._changed.wait_for(lambda: not missing() or self._why_stopped is not None, seconds)
+            if self._why_stopped is not None:
+                raise PumpStopped(self._why_stopped)
             return missing()
 
     def abandon(self, line: Line) -> None:
@@ -163,7 +181,8 @@ class Pump:
         os.eventfd_write(self._bell, 1)
 
     def end(self, grace_s: float) -> None:
-        """Send what there is, and stop. Lines that are not closed at both ends by then are cut off."""
+        """Send what there is, and stop; may be called again. Lines that are not closed at both ends by then are cut
+        off."""
         with self._changed:
             self._limit = time.monotonic() + grace_s
         os.eventfd_write(self._bell, 1)
@@ -171,7 +190,7 @@ class Pump:
 
     def close(self) -> None:
         """Let go of what is open, as there is no such thread any more; in a forked child there is none."""
-        for line in self._by_stream.values():
+        for line in [*self._by_stream.values(), *self._opened]:
             line._stream.close()
         self._epoll.close()
         os.close(self._bell)
@@ -185,11 +204,20 @@ class Pump:
                 moved |= self._look_at_streams(num_idle)
                 self._settle()
                 num_idle = 0 if moved else num_idle + 1
-        except Exception:  # of MPI: it carries nothing more, and all who wait are to see that
+            self._stop("MPI has been finalised, or this process is about to end")
+        except Exception as error:  # of MPI: it carries nothing more, and all who wait are to see that
             traceback.print_exc()
-        finally:
-            for line in self._by_stream.values():
+            with contextlib.suppress(Exception):
+                for line in self._lines.values():
+                    self._end(line)
+            self._stop(f"MPI failed in this process: {type(error).__name__}: {error}")
+
+    def _stop(self, why: str) -> None:
+        with self._changed:
+            self._why_stopped = why
+            for line in [*self._by_stream.values(), *self._opened]:
                 line._stream.close()
+            self._changed.notify_all()
 
     def _is_through(self) -> bool:
         with self._changed:
@@ -270,7 +298,7 @@ class Pump:
     def _pass_on(self, line: Line, data: memoryview) -> int:
         """Write to the socket. Returns how much of ``data`` is dealt with."""
         try:
-            passed = line._stream.send(data)
+            passed = line._stream.send(data, socket.MSG_NOSIGNAL)  # a program may want SIGPIPE to end it
         except BlockingIOError:
             return 0
         except OSError:  # nobody reads it any more

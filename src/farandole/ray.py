@@ -22,15 +22,17 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from farandole.communicator import Communicator, is_whole
+from farandole.connections import Transport
 from farandole.errors import ArgumentError, RendezvousError
 from farandole.job import default_timeout_s
-from farandole.launch.environment import transport_from
+from farandole.launch.environment import TRANSPORT, transport_from
 from farandole.membership import join_alone
-from farandole.rendezvous import MAX_WORLD_SIZE, join_at
+from farandole.rendezvous import MAX_WORLD_SIZE, give_up_at, join_at
 from farandole.work import require_timeout
 
 __all__ = ["Group"]
@@ -58,7 +60,10 @@ class Group:
     def __init__(self, world_size: int) -> None:
         if not is_whole(world_size) or not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ArgumentError(f"world_size is {world_size!r}; it must be a whole number in 1..{MAX_WORLD_SIZE}")
-        import ray
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'{error}; a Group needs Ray: pip install "farandole[ray]"') from error
 
         self.world_size = int(world_size)
         self._secret = secrets.token_bytes(32)
@@ -84,15 +89,24 @@ class Group:
         if not is_whole(rank) or not 0 <= rank < self.world_size:
             raise ArgumentError(f"rank is {rank!r}; it must be a whole number in 0..{self.world_size - 1}")
         timeout_s = default_timeout_s() if timeout_s is None else require_timeout("timeout_s", timeout_s)
-        place, address = _Place(self._board), _address_of_node()
-        own = f"process {os.getpid()} on {address}, {secrets.token_hex(8)}"
+        place, address = _Place(self._board, timeout_s), _address_of_node()
+        process, work = f"process {os.getpid()} on {address}", _name_of_work()
+        own = f"{process}, {work}, {secrets.token_hex(8)}"
         standing = place.set(f"claimed/{rank}", own)
         if standing != own:
-            raise RendezvousError(
-                f"rank {rank} of this group has been joined before, by {standing.partition(',')[0]}; give each its own "
-                f"rank, and make a new Group for every meeting"
+            before, work_before, _ = standing.split(", ")
+            refusal = RendezvousError(
+                f"rank {rank} of this group has been joined before, by {before}; give each its own rank, and make a "
+                f"new Group for every meeting"
             )
-        transport = transport_from(os.environ)
+            if work_before == work and before != process:  # Ray does it again, so that process has ended
+                give_up_at(place, int(rank), self.world_size, refusal)
+            raise refusal
+        try:
+            transport = _transport()
+        except RendezvousError as error:
+            give_up_at(place, int(rank), self.world_size, error)
+            raise
         if self.world_size == 1:
             membership = join_alone()
         else:
@@ -104,14 +118,21 @@ class Group:
 
 
 class _Place:
-    """The `farandole.rendezvous.MeetingPlace` that all ranks have."""
+    """The `farandole.rendezvous.MeetingPlace` that all ranks have.
 
-    def __init__(self, board: Any) -> None:
+    Args:
+        board: the actor.
+        timeout_s: how long that may take to start: Ray may have to start a node for it.
+    """
+
+    def __init__(self, board: Any, timeout_s: float) -> None:
         self._board = board
+        self._limit = time.monotonic() + timeout_s
 
     def set(self, key: str, value: str) -> str:
         """See `MeetingPlace`."""
-        standing: str = _answer(self._board.set.remote(key, value), _ANSWERING_S)
+        seconds = max(_ANSWERING_S, self._limit - time.monotonic())
+        standing: str = _answer(self._board.set.remote(key, value), seconds)
         return standing
 
     def get_all(self, keys: Sequence[str], timeout_s: float, *, unless: Sequence[str] = ()) -> list[str | None]:
@@ -152,11 +173,30 @@ def _answer(reference: Any, timeout_s: float) -> Any:
 
     try:
         return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RendezvousError(
+            f"the place where the ranks of this group meet, an actor of Ray, has not answered for {timeout_s:.3g} s; "
+            f"has Ray started it (ray list actors), and is its node there?"
+        ) from error
     except ray.exceptions.RayError as error:
         raise RendezvousError(
             f"the place where the ranks of this group meet does not answer ({type(error).__name__}: {error}); has its "
             f"driver ended, or let go of the Group?"
         ) from error
+
+
+def _transport() -> Transport:
+    if os.environ.get(TRANSPORT) == "mpi":
+        raise RendezvousError(f"{TRANSPORT} is mpi, and MPI does not know what Ray has started; unset it")
+    return transport_from(os.environ)
+
+
+def _name_of_work() -> str:
+    """Of the actor that this is, or of the task; the same in another process, if Ray starts it again."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return str(context.get_actor_id() or context.get_task_id())
 
 
 def _address_of_node() -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from farandole.meeting import Identity, Meeting, MeetingPlace, ended_key
 from farandole.membership import Membership
 from farandole.store import StoreClient, StoreServer
 
-__all__ = ["MAX_WORLD_SIZE", "join", "join_at", "next_meeting", "tell_of_end"]
+__all__ = ["MAX_WORLD_SIZE", "give_up_at", "join", "join_at", "next_meeting", "tell_of_end"]
 
 MAX_WORLD_SIZE = 256
 """Ranks that one host is asked to run; more would exhaust it long before they met."""
@@ -28,7 +29,7 @@ _LONGEST_WAIT_S = 2e6
 _RETRY_S = 0.05
 
 _SERVED_MEETING = "meeting"
-"""The key that says which meeting a store is for, if rank 0 serves it."""
+"""The key that says which meeting a store is for, and of which job, if rank 0 serves it."""
 
 _num_joins = 0
 """Meetings of this job that this process took part in. A meeting fails for all of its ranks or for none: so all count
@@ -43,7 +44,7 @@ def next_meeting() -> int:
 def join(
     identity: Identity, timeout_s: float, *, server: StoreServer | None = None, number: int | None = None
 ) -> Membership:
-    """Meet the other ranks of the job.
+    """Meet the other ranks of the job. If it has a name, its ranks wait while another job meets at their place.
 
     Args:
         identity: who this process is.
@@ -62,10 +63,10 @@ def join(
     with contextlib.ExitStack() as stack:
         store: StoreServer | StoreClient
         if identity.rank_0_serves and identity.rank == 0:
-            store = server or StoreServer(identity.store, identity.secret)
+            store = server or _serve(identity, limit)
             stack.callback(store.close)
             _num_joins = number + 1  # first: nobody else counts this meeting before it is served
-            store.set(_SERVED_MEETING, str(number))
+            store.set(_SERVED_MEETING, f"{number} {identity.job}")
         else:
             store = _connect(identity, number, limit, timeout_s)
             stack.callback(store.close)
@@ -105,6 +106,24 @@ def join_at(
     return _meet(meeting, job_ranks)
 
 
+def _serve(identity: Identity, limit: float) -> StoreServer:
+    """The store of this meeting, once no other job meets at its place."""
+    while True:
+        try:
+            return StoreServer(identity.store, identity.secret)
+        except RendezvousError as error:
+            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not identity.job or not is_taken or time.monotonic() > limit:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def give_up_at(store: MeetingPlace, rank: int, world_size: int, error: BaseException) -> None:
+    """Have the others that come to `join_at` there raise at once, as this rank cannot come."""
+    identity = Identity(rank, world_size, ("", 0), False, b"")
+    Meeting(store, identity, 0, time.monotonic(), 0.0, counted=False).give_up(error)
+
+
 def _connect(identity: Identity, number: int, limit: float, timeout_s: float) -> StoreClient:
     """A connection to the store of this meeting. That of the one before may still be served at the same address, until
     all ranks have left it."""
@@ -117,11 +136,12 @@ def _connect(identity: Identity, number: int, limit: float, timeout_s: float) ->
             served = client.get(_SERVED_MEETING, max(0.0, limit - time.monotonic()))
         except RendezvousError:  # it has just closed
             served = None
-        if served == str(number):
+        served_number, _, job = (served or "").partition(" ")
+        if served is not None and job == identity.job and int(served_number) == number:
             return client
         client.close()
-        if served is not None and int(served) > number:
-            _num_joins = int(served)
+        if served is not None and job == identity.job and int(served_number) > number:
+            _num_joins = int(served_number)
             raise RendezvousError(
                 "rank 0 has given up on this meeting, as this rank did not come in time; call farandole.init() again"
             )

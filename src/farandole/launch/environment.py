@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from farandole.addresses import is_loopback
 from farandole.connections import Tcp, Transport
 from farandole.door import Address
 from farandole.errors import RendezvousError
@@ -35,7 +37,7 @@ from farandole.membership import Membership, join_alone
 from farandole.mpi_lines import MpiLines
 from farandole.rendezvous import join
 
-__all__ = ["Seat", "join_job", "seat_from", "secret_from", "transport_from"]
+__all__ = ["TRANSPORT", "Seat", "join_job", "seat_from", "secret_from", "transport_from"]
 
 _LAUNCHERS = {
     "plain": ("RANK", "WORLD_SIZE"),
@@ -43,7 +45,7 @@ _LAUNCHERS = {
     "hydra": ("PMI_RANK", "PMI_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
-_TRANSPORT = "FARANDOLE_TRANSPORT"
+TRANSPORT = "FARANDOLE_TRANSPORT"
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Where jobs of Slurm meet: below the ports that Linux gives to anyone."""
 
@@ -114,19 +116,19 @@ def transport_from(environment: Mapping[str, str]) -> Transport:
     Raises:
         RendezvousError: it says something else; or this is no job of MPI, or mpi4py does not work here.
     """
-    wanted = environment.get(_TRANSPORT) or "tcp"
+    wanted = environment.get(TRANSPORT) or "tcp"
     if wanted == "tcp":
         return Tcp()
     if wanted != "mpi":
-        raise RendezvousError(f"{_TRANSPORT} is {wanted!r}; it must be tcp or mpi")
+        raise RendezvousError(f"{TRANSPORT} is {wanted!r}; it must be tcp or mpi")
     seat = seat_from(environment)
     names = [name for launcher in ("mpi", "hydra", "slurm") for name in _LAUNCHERS[launcher]]
     if seat is None or not any(name in environment for name in names):
         raise RendezvousError(
-            f"{_TRANSPORT} is mpi, and neither mpirun nor srun has started this process; start the job with one of "
+            f"{TRANSPORT} is mpi, and neither mpirun nor srun has started this process; start the job with one of "
             f"them, or unset it: then data go over TCP"
         )
-    return MpiLines(mpi_of_job(seat.rank, seat.world_size, f"unset {_TRANSPORT}"))
+    return MpiLines(mpi_of_job(seat.rank, seat.world_size, f"unset {TRANSPORT}"))
 
 
 def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
@@ -150,19 +152,20 @@ def join_job(environment: Mapping[str, str], timeout_s: float) -> Membership:
         return join(Identity(rank, world_size, store, False, secret, transport), timeout_s)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _master(environment)
-        return join_at_agent(store, rank, world_size, secret, timeout_s)
+        return join_at_agent(store, rank, world_size, secret, timeout_s, transport)
+    job = ""
     if "MASTER_ADDR" in environment:
         store = _master(environment)
     elif launcher in ("mpi", "hydra"):
         return join_over_mpi(rank, world_size, timeout_s, transport)
     elif launcher == "slurm":
-        store = _slurm_address(environment)
+        store, job = _slurm_address(environment), _slurm_step(environment)
     else:
         raise RendezvousError(
             "RANK and WORLD_SIZE are set, but MASTER_ADDR is not; start with farandole run, torchrun, mpirun or srun, "
             "or set MASTER_ADDR and MASTER_PORT"
         )
-    return join(Identity(rank, world_size, store, True, secret, transport), timeout_s)
+    return join(Identity(rank, world_size, store, True, secret, transport, job=job), timeout_s)
 
 
 def _master(environment: Mapping[str, str]) -> Address:
@@ -172,15 +175,34 @@ def _master(environment: Mapping[str, str]) -> Address:
 
 def _slurm_address(environment: Mapping[str, str]) -> Address:
     """The first host of the step, and a port made from the numbers of job and step."""
-    step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    port = _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS
+    port = _FIRST_PORT + zlib.crc32(_slurm_step(environment).encode()) % _NUM_PORTS
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1", port
+    if environment.get("SLURM_PROCID") == "0" and environment.get("SLURM_NODEID", "0") != "0":
+        raise RendezvousError(
+            "rank 0 is not on the first host of the step, where the ranks meet; set MASTER_ADDR to the host of rank 0, "
+            "and MASTER_PORT"
+        )
     hosts = environment.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     if not first:
         raise RendezvousError(f"SLURM_STEP_NODELIST is {hosts!r}; set MASTER_ADDR and MASTER_PORT")
-    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group()), port  # of what is in brackets, the first
+    host = re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group())  # of what is in brackets, the first
+    if environment.get("SLURM_PROCID") == "0" and _stands_for_loopback(host):
+        return "", port
+    return host, port
+
+
+def _stands_for_loopback(host: str) -> bool:
+    """As the name of a host often does on that host itself, while others know it by an address that they can reach."""
+    try:
+        return all(is_loopback(str(found[4][0])) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return False
+
+
+def _slurm_step(environment: Mapping[str, str]) -> str:
+    return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
 
 
 def _number(environment: Mapping[str, str], name: str, together: str) -> int:

@@ -46,7 +46,8 @@ def mpi_of_job(rank: int, world_size: int, otherwise: str) -> Any:
         otherwise: what the user can do without it.
 
     Raises:
-        RendezvousError: there is no mpi4py, or it belongs to another MPI than mpirun.
+        RendezvousError: there is no mpi4py, or it belongs to another MPI than mpirun; or MPI is not initialised, or not
+            any more.
     """
     try:
         MPI = _mpi()
@@ -55,12 +56,23 @@ def mpi_of_job(rank: int, world_size: int, otherwise: str) -> Any:
             f"mpirun started this process, and mpi4py, over which the ranks would meet, cannot be loaded: {error}; "
             f"install it, or {otherwise}"
         ) from error
+    if not MPI.Is_initialized():
+        raise RendezvousError(
+            f"MPI is not initialised, as mpi4py.rc.initialize was changed; call MPI.Init_thread() before "
+            f"farandole.init(), or {otherwise}"
+        )
+    if MPI.Is_finalized():
+        raise RendezvousError(
+            f"MPI has been finalised, and the ranks would meet over it; call farandole.init() before MPI.Finalize(), "
+            f"or {otherwise}"
+        )
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):
         raise RendezvousError(
-            f"mpirun says that this is rank {rank} of {world_size}, and mpi4py that it is rank {world.rank} of "
-            f"{world.size}: it uses another MPI than mpirun's ({MPI.Get_library_version().split(chr(10))[0]}); install "
-            f"mpi4py for that, or {otherwise}"
+            f"what started this process says that it is rank {rank} of {world_size}, and mpi4py that it is rank "
+            f"{world.rank} of {world.size}: it uses another MPI than mpirun's "
+            f"({MPI.Get_library_version().split(chr(10))[0]}), or srun was not told which it is (srun --mpi=pmix); "
+            f"install mpi4py for that of mpirun, or {otherwise}"
         )
     return MPI
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from farandole.connections import Transport
 from farandole.door import Address
 from farandole.errors import RendezvousError
 from farandole.membership import Membership
@@ -15,7 +16,9 @@ __all__ = ["join_at_agent"]
 _LONGEST_CONNECT_S = 86_400.0
 
 
-def join_at_agent(address: Address, rank: int, world_size: int, secret: bytes, timeout_s: float) -> Membership:
+def join_at_agent(
+    address: Address, rank: int, world_size: int, secret: bytes, timeout_s: float, transport: Transport
+) -> Membership:
     """Meet the others there. torch is loaded for that.
 
     Args:
@@ -23,6 +26,7 @@ def join_at_agent(address: Address, rank: int, world_size: int, secret: bytes, t
         rank, world_size: of this process.
         secret: of the job; empty if there is none.
         timeout_s: how long to wait for the others.
+        transport: what connects hosts.
 
     Raises:
         RendezvousError: the store does not answer; or as `farandole.rendezvous.join`.
@@ -36,4 +40,5 @@ def join_at_agent(address: Address, rank: int, world_size: int, secret: bytes, t
         name = meeting_name(store, range(world_size), rank)
     except RuntimeError as error:
         raise RendezvousError(f"the store of torchrun's agent at {address[0]}:{address[1]} fails: {error}") from error
-    return join_at(StoreMeetingPlace(store, name, secret), rank, range(world_size), timeout_s, secret)
+    place = StoreMeetingPlace(store, name, secret)
+    return join_at(place, rank, range(world_size), timeout_s, secret, transport=transport)

@@ -5,8 +5,12 @@ Everything here is written on `torch.distributed` alone, so it runs on any backe
 
 from __future__ import annotations
 
+from farandole.training.accounting import MemoryUse, PeakMemory, expected_memory, memory_use
+from farandole.training.checkpoint import export_weights, load_checkpoint, save_checkpoint
+from farandole.training.clipping import clip_grad_norm_
 from farandole.training.data_parallel import DataParallel
 from farandole.training.errors import (
+    BackwardFailedError,
     CheckpointError,
     DifferentModelsError,
     NotGatheredError,
@@ -18,13 +22,22 @@ from farandole.training.naive import NaiveDataParallel
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = [
+    "BackwardFailedError",
     "CheckpointError",
     "DataParallel",
     "DifferentModelsError",
     "FullyShardedParallel",
+    "MemoryUse",
     "NaiveDataParallel",
     "NotGatheredError",
+    "PeakMemory",
     "SparseGradientError",
     "UnusedParametersError",
     "ZeroOptimizer",
+    "clip_grad_norm_",
+    "expected_memory",
+    "export_weights",
+    "load_checkpoint",
+    "memory_use",
+    "save_checkpoint",
 ]

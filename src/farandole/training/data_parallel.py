@@ -6,7 +6,7 @@ each parameter's ``grad`` is then a view into its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,9 +17,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from farandole import timeline
 from farandole.training.arguments import require_size
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
-from farandole.training.gradient_sync import Bucket, GradientSync, Round
+from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
+from farandole.training.recorded import blocking
 from farandole.training.replicas import broadcast
 from farandole.training.summing import Pending, Summing
 from farandole.training.wrapper import Wrapper
@@ -90,10 +91,11 @@ class DataParallel(Wrapper, Joinable):
         Joinable.__init__(self)
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse, reproducible=reproducible)
+        self.gradient_sync.on_open = self._agree_on_carried
         self.gradient_sync.on_round = self.after_round
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._is_auto = bucket_bytes == "auto"
-        self._owns_buckets = True
+        self.is_sharded = False
         self._divides_by_active = False
         self._register_state_dict_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -102,6 +104,7 @@ class DataParallel(Wrapper, Joinable):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """That of the module."""
+        self.gradient_sync.settle()
         if torch.is_grad_enabled() and self.training:
             Join.notify_join_context(self)
             src = 0
@@ -124,7 +127,7 @@ class DataParallel(Wrapper, Joinable):
 
     def rearrange(self, done: Round) -> None:
         """Fill buckets anew, in the order of rank 0's gradients."""
-        if self._owns_buckets:
+        if not self.is_sharded:
             order, self.bucket_bytes = self._agree_on_buckets(done)
             self._fill_buckets(order)
         else:
@@ -133,8 +136,10 @@ class DataParallel(Wrapper, Joinable):
     def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Have gradients summed in these, which hold all parameters that are trained, from now on; what was delivered
         is let go of. For `ZeroOptimizer`."""
+        for parameter in self.gradient_sync.parameters:
+            parameter.grad = None
         self.gradient_sync.buckets = buckets
-        self._owns_buckets = False
+        self.is_sharded = True
 
     def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
         """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""
@@ -187,11 +192,31 @@ class DataParallel(Wrapper, Joinable):
         told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self.device)
         told[0] = is_active and self.gradient_sync.enabled
         told[1 + self.group.rank()] = is_active
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        with blocking("all_reduce", told, self.group):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         is_summed, *are_active = told.tolist()
         if self._divides_by_active:
             self.summing.divisor = sum(are_active)
         return are_active.index(1), bool(is_summed)
+
+    def _agree_on_carried(self, is_active: bool) -> None:
+        """A rank that is through does not see whether the others have let go of gradients since the last backward."""
+        buckets = [bucket for bucket in self.gradient_sync.buckets if isinstance(bucket, _Bucket)]
+        if not self._join_config.enable or not buckets:
+            return
+        own = [is_active and one for bucket in buckets for one in bucket.is_carried]
+        told = torch.tensor(own, dtype=torch.int32, device=self.device)
+        with blocking("all_reduce", told, self.group):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        are_carried = iter(told.tolist())
+        for bucket in buckets:
+            bucket.keep([bool(next(are_carried)) for _ in bucket.indices])
+
+    def leave_join(self) -> None:
+        """Each forward is of this rank alone again."""
+        Joinable.__init__(self)
+        self._divides_by_active = False
+        self.summing.divisor = self.summing.world_size if self.summing.is_mean else 1
 
 
 class _Shadow(JoinHook):
@@ -212,6 +237,7 @@ class _Shadow(JoinHook):
         src = torch.tensor(self._model.group.rank() if is_last_joiner else -1, device=self._model.join_device)
         dist.all_reduce(src, op=dist.ReduceOp.MAX, group=self._model.group)
         module = self._model.module
+        self._model.leave_join()
         broadcast([*module.parameters(), *module.buffers()], self._model.group, int(src.item()))
 
 
@@ -225,6 +251,9 @@ class _Bucket(Bucket):
         self._layout = Layout([one.shape for one in self._parameters], summing.world_size)
         self._spare: Tensor | None = None
         self._carried: Tensor | None = None  # the sum so far, if gradients were not set to None since
+        self._carried_views: list[Tensor] = []
+        self.is_carried = [False] * len(indices)
+        self._seen: list[tuple[Tensor | None, int]] = []  # gradients, and their versions, when backward paused
         self._taken = [False] * len(indices)
         self._pending: Pending | None = None
         self._use(self._zeros())
@@ -245,17 +274,49 @@ class _Bucket(Bucket):
 
     def begin(self) -> None:
         self._taken = [False] * len(self.indices)
-        was_delivered = [one.grad is view for one, view in zip(self._parameters, self._views, strict=True)]
-        if not any(was_delivered):
+        if self._carried is None:
+            self._carry()
+        else:  # since before a backward that was not summed
+            self.keep([not self._was_let_go(position) for position in range(len(self.indices))])
+            for parameter, view in zip(self._parameters, self._carried_views, strict=True):
+                if parameter.grad is view:
+                    parameter.grad = None
+
+    def _carry(self) -> None:
+        self.is_carried = [one.grad is view for one, view in zip(self._parameters, self._views, strict=True)]
+        if not any(self.is_carried):
             return
-        for parameter, view, delivered in zip(self._parameters, self._views, was_delivered, strict=True):
-            if delivered:
+        for parameter, view, carried in zip(self._parameters, self._views, self.is_carried, strict=True):
+            if carried:
                 parameter.grad = None
             else:
                 view.zero_()
-        self._carried, spare = self._flat, self._spare
+        self._carried, self._carried_views = self._flat, self._views
+        self._use(self._zeros() if self._spare is None else self._spare)
         self._spare = None
-        self._use(self._zeros() if spare is None else spare)
+
+    def _was_let_go(self, position: int) -> bool:
+        """Set to None, or to zero, since backward paused."""
+        gradient: Tensor | None = self._parameters[position].grad
+        seen, version = self._seen[position]
+        if gradient is None:
+            return True
+        return bool(id(gradient) == id(seen) and gradient._version != version and not gradient.any())
+
+    def keep(self, is_carried: Sequence[bool]) -> None:
+        """Carry no others."""
+        for position, kept in enumerate(is_carried):
+            if self.is_carried[position] and not kept:
+                self._carried_views[position].zero_()
+                self.is_carried[position] = False
+
+    def pause(self) -> None:
+        if self._carried is None:
+            return
+        for parameter, view, carried in zip(self._parameters, self._carried_views, self.is_carried, strict=True):
+            if carried and parameter.grad is None:
+                parameter.grad = view  # so that it is seen whether it is let go of
+        self._seen = [(one.grad, -1 if one.grad is None else one.grad._version) for one in self._parameters]
 
     def take(self, position: int, gradient: Tensor) -> None:
         view = self._views[position]
@@ -283,8 +344,17 @@ class _Bucket(Bucket):
             self._spare, self._carried = self._carried, None
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
-        for parameter, view, has in zip(self._parameters, self._views, has_gradient, strict=True):
-            parameter.grad = view if has else None
+        for position, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            parameter.grad = view if has_gradient[position] or self.is_carried[position] else None
+
+    def abandon(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        for flat in (self._flat, self._spare, self._carried):
+            if flat is not None:
+                yield "gradients", flat
 
 
 def _as_parameter(view: Tensor, parameter: Tensor) -> Tensor:

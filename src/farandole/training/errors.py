@@ -3,6 +3,7 @@
 ::
 
     farandole.FarandoleError
+    ├── BackwardFailedError      backward failed on another rank
     ├── UnusedParametersError    parameters had no gradient on some rank
     ├── SparseGradientError      a gradient is sparse
     ├── DifferentModelsError     the ranks' models differ
@@ -15,12 +16,17 @@ from __future__ import annotations
 from farandole.errors import FarandoleError
 
 __all__ = [
+    "BackwardFailedError",
     "CheckpointError",
     "DifferentModelsError",
     "NotGatheredError",
     "SparseGradientError",
     "UnusedParametersError",
 ]
+
+
+class BackwardFailedError(FarandoleError):
+    """Backward failed on another rank, and went on there; raised on every rank where it did not fail."""
 
 
 class UnusedParametersError(FarandoleError):

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
-from farandole.training.gradient_sync import GradientSync, tensors_in
-from farandole.training.shards import BufferPool, ScatterBucket
-from farandole.training.units import Flat, Owner, Unit, units_of
+from farandole.training.gradient_sync import GradientSync, Kind, tensors_in
+from farandole.training.shards import BufferPool, Holding, ScatterBucket
+from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
 
 __all__ = ["FullyShardedParallel"]
@@ -119,19 +119,11 @@ class FullyShardedParallel(Wrapper):
 
     def _make_units(self, modules: Mapping[str, nn.Module]) -> list[Unit]:
         """That of what belongs to no module of ``modules`` comes first."""
-        unit_of_module = {id(child): name for name, one in modules.items() for child in one.modules()}
         owners: dict[int, list[Owner]] = {}
-        units: dict[int, str] = {}
         for one in self.module.modules():
             for attribute, parameter in one._parameters.items():
-                if parameter is not None:
-                    name = unit_of_module.get(id(one), "")
-                    units[id(parameter)] = name if units.get(id(parameter), name) == name else ""
-                    owners.setdefault(id(parameter), []).append(Owner(one, attribute))
-        kinds: dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = {"": {}}
-        for name, parameter in self.module.named_parameters():
-            of_unit = kinds.setdefault(units[id(parameter)], {})
-            of_unit.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+                owners.setdefault(id(parameter), []).append(Owner(one, attribute))
+        kinds = parameters_by_unit(self.module, modules)
         return [
             Unit(unit, [self._make_flat(some, owners) for some in of_unit.values()]) for unit, of_unit in kinds.items()
         ]
@@ -267,10 +259,30 @@ class FullyShardedParallel(Wrapper):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's pieces, by the names of their parameters in the module that is wrapped."""
+        for one in self.holdings():
+            yield f"{prefix}{'.' if prefix else ''}{one.name}", one.value
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for; some of it perhaps more than once."""
+        yield from super().held()
         for unit in self.units:
             for flat in unit.flats:
-                for piece, value in zip(flat.shard.pieces, flat.shard.values, strict=True):
-                    yield f"{prefix}{'.' if prefix else ''}{flat.names[piece.tensor]}", value
+                yield from flat.held()
+
+    def sharded_shapes(self) -> dict[str, torch.Size]:
+        """Of all parameters."""
+        return {
+            name: place.shape
+            for unit in self.units
+            for flat in unit.flats
+            for name, place in zip(flat.names, flat.layout.places, strict=True)
+        }
+
+    def holdings(self) -> Iterator[Holding]:
+        """What this rank has of each parameter."""
+        for unit in self.units:
+            for flat in unit.flats:
+                yield from flat.shard.holdings()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the module, with whole parameters, on every rank. All ranks call this."""

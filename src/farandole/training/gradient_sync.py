@@ -10,6 +10,9 @@ A parameter may accumulate more than once in a backward: one whose uses are chec
 it has accumulated as often as in the backward before. What accumulates after its bucket was started is *late*: if any
 rank has such gradients, the bucket goes another round. That adds up in another order; where it matters, the first
 backward takes everything at its end.
+
+Where backward fails on some ranks, the others wait for sums. So a rank whose backward has failed is through with it
+before its next forward: it starts what is left, tells that it has failed, and all ranks let go of all gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,10 +29,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from farandole import timeline
-from farandole.training.errors import SparseGradientError, UnusedParametersError
+from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
 from farandole.training.recorded import started, wait_for
 
-__all__ = ["Bucket", "GradientSync", "Round", "tensors_in"]
+__all__ = ["Bucket", "GradientSync", "Kind", "Round", "tensors_in"]
+
+Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
+"""What memory is held for; buffers are for what is on its way between ranks."""
 
 _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
@@ -49,6 +55,9 @@ class Bucket(Protocol):
     def begin(self) -> None:
         """Put aside what was delivered, so that gradients are only what is accumulated from now on."""
 
+    def pause(self) -> None:
+        """Backward is through, and is not summed."""
+
     def take(self, position: int, gradient: Tensor) -> None:
         """Add a gradient, of the parameter at ``indices[position]``; one that is never taken counts as zero."""
 
@@ -62,7 +71,13 @@ class Bucket(Protocol):
         """Return when the sum is there."""
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
-        """Give each parameter its sum; none to those that had no gradient on any rank."""
+        """Give each parameter its sum; nothing new to those that had no gradient on any rank."""
+
+    def abandon(self) -> None:
+        """Let go of all gradients, delivered before or not."""
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for; some of it perhaps more than once."""
 
 
 @dataclasses.dataclass
@@ -93,6 +108,7 @@ class GradientSync:
     Attributes:
         buckets: in the order in which they are started, the same on all ranks; to be set before the first backward.
         enabled: whether backward sums; else it accumulates on this rank alone.
+        on_open: called when a backward begins that is summed, with whether this rank takes part with gradients.
         on_round: called after each backward that has summed, when all is delivered.
     """
 
@@ -109,6 +125,7 @@ class GradientSync:
         self.parameters = list(parameters.values())
         self.buckets: Sequence[Bucket] = ()
         self.enabled = True
+        self.on_open: Callable[[bool], None] = lambda _: None
         self.on_round: Callable[[Round], None] = lambda _: None
         self._group = group
         self._unused = unused
@@ -117,6 +134,7 @@ class GradientSync:
         self._expected = [0 if reproducible else 1] * len(self.parameters)
         self._awaits_end = False
         self._is_open = False
+        self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
         for index, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._accumulated(index))
@@ -136,15 +154,30 @@ class GradientSync:
     def watch(self, outputs: object) -> None:
         """Know the backward of ``outputs`` from its start: its end is that of backward as a whole, where the backward
         of a checkpointed part ends earlier."""
-        if torch._C._current_graph_task_id() == -1:  # not in a backward: if one is not over, it failed
-            self._awaits_end = self._is_open = False
+        self.settle()
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._await_end())
 
+    def settle(self) -> None:
+        """If the last backward has failed on this rank, be through with it; before the next collective of its step."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # in a backward: it is not over
+        if self._awaits_end and not self._is_open:
+            self._open()
+        self._awaits_end = False
+        if self._is_open:
+            self._is_open = False
+            with torch.no_grad():
+                if self._is_summed:
+                    self._close(is_active=True, has_failed=True)
+                else:
+                    self._pause()
+
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with no gradients."""
-        self._open()
+        self._open(is_active=False)
+        self._is_open = False
         self._close(is_active=False)
 
     # -- in backward -----------------------------------------------------------------------------------------------
@@ -158,12 +191,16 @@ class GradientSync:
     def _before_accumulation(self) -> None:
         if not self._is_open:
             self._await_end()
-            self._open()
+            with torch.no_grad():
+                self._open()
 
-    def _open(self) -> None:
+    def _open(self, *, is_active: bool = True) -> None:
         self._is_open = True
+        self._is_summed = self.enabled
         for bucket in self.buckets:
             bucket.begin()
+        if self._is_summed:
+            self.on_open(is_active)
         self._num_started = 0
         self._bucket_of = {
             index: (number, position)
@@ -176,11 +213,12 @@ class GradientSync:
         self._round = Round([None] * len(self.parameters), [])
 
     def _accumulated(self, index: int) -> None:
-        if not self.enabled:
+        if not self._is_summed:
             return
         self._num_accumulated[index] += 1
         if 0 < self._expected[index] <= self._num_accumulated[index]:
-            self._take(index)
+            with torch.no_grad():  # it is enabled where backward keeps a graph
+                self._take(index)
 
     def _take(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -217,21 +255,29 @@ class GradientSync:
     def _at_end(self) -> None:
         self._awaits_end = False
         if self._is_open:
-            if self.enabled:
-                self._close(is_active=True)
             self._is_open = False
+            with torch.no_grad():
+                if self._is_summed:
+                    self._close(is_active=True)
+                else:
+                    self._pause()
         timeline.add("compute", "backward", self._backward_began_ns)
 
-    def _close(self, *, is_active: bool) -> None:
+    def _pause(self) -> None:
+        for bucket in self.buckets:
+            bucket.pause()
+
+    def _close(self, *, is_active: bool, has_failed: bool = False) -> None:
         """Start what is left, wait for all, and deliver."""
         for index in range(len(self.parameters)):
-            if self._round.ready_s[index] is None:
+            if self._round.ready_s[index] is None and not has_failed:
                 self._take(index)
         self._start_while(lambda _: True)
         has = [seconds is not None for seconds in self._round.ready_s]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]
-        told = torch.tensor([*late, *has, *lacks], dtype=torch.int32, device=self._device())
+        failed = [has_failed and rank == self._group.rank() for rank in range(self._group.size())]
+        told = torch.tensor([*late, *has, *lacks, *failed], dtype=torch.int32, device=self._device())
         work = dist.all_reduce(told, group=self._group, async_op=True)
         started(work, "all_reduce", told, self._group)
         begun_s = time.perf_counter()
@@ -241,8 +287,13 @@ class GradientSync:
             bucket.wait()
         wait_for(work)
         self._round.waited_s = time.perf_counter() - begun_s
-        num_late, num_having, num_lacking = _split(told.tolist(), len(late), len(has), len(lacks))
+        num_late, num_having, num_lacking, have_failed = _split(
+            told.tolist(), len(late), len(has), len(lacks), len(failed)
+        )
         left = self._let_go_of_late()
+        if any(have_failed):
+            self._give_up([rank for rank, one in enumerate(have_failed) if one], is_told=not has_failed)
+            return
         self._deliver(self.buckets, num_having)
         again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
         for bucket in again:
@@ -258,6 +309,16 @@ class GradientSync:
         self.on_round(self._round)
         if self._unused == "error" and any(num_lacking):
             raise UnusedParametersError(self._without_gradient(num_lacking))
+
+    def _give_up(self, ranks: Sequence[int], *, is_told: bool) -> None:
+        for bucket in self.buckets:
+            bucket.abandon()
+        self.on_round(self._round)
+        if is_told:
+            raise BackwardFailedError(
+                f"backward failed on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the group, so "
+                f"no rank has gradients; go on with the next step on all ranks, or see there what failed"
+            )
 
     def _device(self) -> torch.device:
         return self.parameters[0].device
@@ -296,9 +357,21 @@ def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:
 
 def tensors_in(outputs: object) -> Iterator[Tensor]:
     """The tensors in containers of any kind: those of Python, what torch knows, dataclasses, and other objects with
-    attributes."""
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
-            yield from (one for one in pytree.tree_leaves(vars(leaf)) if isinstance(one, Tensor))
+    attributes; in one another, too."""
+    seen: set[int] = set()
+    waiting = [outputs]
+    while waiting:
+        for leaf in pytree.tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+                seen.add(id(leaf))
+                waiting.extend(_attributes_of(leaf))
+
+
+def _attributes_of(leaf: object) -> Iterator[object]:
+    yield from getattr(leaf, "__dict__", {}).values()
+    for kind in type(leaf).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(leaf, name, None)

@@ -8,20 +8,40 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Pending, Summing
 
-__all__ = ["BufferPool", "FlatShard", "ScatterBucket", "master_dtype"]
+__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
-_NUM_BUFFERS = 3
-"""That are in use before a pool waits for one."""
+MAX_ON_THE_WAY = 2
+"""Sums that are under way before a pool waits for the oldest."""
+
+
+class Holding(NamedTuple):
+    """What this rank holds of a parameter.
+
+    Attributes:
+        name: of the parameter in the module that is wrapped.
+        shape: of the whole parameter.
+        start: its first element that is here.
+        stop: behind the last one.
+        value: these, which an optimizer works on.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    value: nn.Parameter
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,6 +53,7 @@ class FlatShard:
     """This rank's part of some parameters.
 
     Args:
+        names: of the parameters.
         parameters: whole ones.
         own: where the part is; of the dtype that the optimizer works in.
         layout: of the parameters.
@@ -44,7 +65,10 @@ class FlatShard:
         gradient: of the part.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], own: Tensor, layout: Layout, rank: int) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], own: Tensor, layout: Layout, rank: int
+    ) -> None:
+        self.names = names
         self.layout = layout
         self.own = own
         self.pieces = layout.pieces(rank)
@@ -52,6 +76,12 @@ class FlatShard:
             nn.Parameter(piece.view(own), requires_grad=parameters[piece.tensor].requires_grad) for piece in self.pieces
         ]
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
+
+    def holdings(self) -> Iterator[Holding]:
+        """Of the parameters that have a piece here."""
+        for piece, value in zip(self.pieces, self.values, strict=True):
+            shape = self.layout.places[piece.tensor].shape
+            yield Holding(self.names[piece.tensor], shape, piece.start, piece.stop, value)
 
     @property
     def holds_gradients(self) -> bool:
@@ -72,26 +102,27 @@ class FlatShard:
 
 
 class BufferPool:
-    """Flat memory for gradients on their way, shared by buckets of one dtype."""
+    """Flat memory for gradients on their way, shared by buckets of one dtype.
+
+    Attributes:
+        free: what is not in use.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
         self._kind = dtype, device, group
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
         self._lent: list[ScatterBucket] = []  # whose sums were started, oldest first
-        self._num_taken = 0
 
     def take(self, numel: int) -> Tensor:
-        """So much memory or more, with anything in it. If much was taken already, waits for the oldest sum that is
-        under way."""
-        if self._num_taken >= _NUM_BUFFERS and self._lent:
+        """So much memory or more, with anything in it. Waits for the oldest sum if several are under way."""
+        if len(self._lent) >= MAX_ON_THE_WAY:
             self._lent[0].wait()
-        self._num_taken += 1
-        fitting = [one for one in self._free if one.numel() >= numel]
+        fitting = [one for one in self.free if one.numel() >= numel]
         if fitting:
             best = min(fitting, key=Tensor.numel)
-            self._free = [one for one in self._free if one is not best]
+            self.free = [one for one in self.free if one is not best]
             return best
-        self._free.clear()  # too small ones
+        self.free.clear()  # too small ones
         return zeros(numel, *self._kind)
 
     def lend(self, bucket: ScatterBucket) -> None:
@@ -101,8 +132,7 @@ class BufferPool:
     def take_back(self, bucket: ScatterBucket, memory: Tensor) -> None:
         """What ``bucket`` took is free again."""
         self._lent.remove(bucket)
-        self._num_taken -= 1
-        self._free.append(memory)
+        self.free.append(memory)
 
 
 class ScatterBucket:
@@ -126,6 +156,9 @@ class ScatterBucket:
 
     def begin(self) -> None:
         self._taken = [False] * len(self.indices)
+
+    def pause(self) -> None:
+        pass
 
     def take(self, position: int, gradient: Tensor) -> None:
         view = self.shard.layout.places[position].view(self._flat())
@@ -169,3 +202,16 @@ class ScatterBucket:
 
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         self.shard.deliver(has_gradient)
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        yield "gradients", self.shard.gradient
+        if isinstance(self._memory, Tensor):
+            yield "gradients", self._memory
+        else:
+            yield from (("buffers", one) for one in self._memory.free)
+            if self._buffer is not None:
+                yield "buffers", self._buffer
+
+    def abandon(self) -> None:
+        for value in self.shard.values:
+            value.grad = None

@@ -132,7 +132,7 @@ class _Exchanged:
 
     def wait(self) -> None:
         wait_for(self._work)
-        first, *others = self._received.view(self._summing.world_size, -1)
+        first, *others = self._received.chunk(self._summing.world_size)
         total = first.to(torch.promote_types(self._target.dtype, torch.float32), copy=True)
         if self._carried is not None:
             total = self._carried.mul(self._summing.divisor).add(total)

@@ -10,21 +10,22 @@ backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.training.errors import NotGatheredError
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
-__all__ = ["Absent", "Flat", "Owner", "Unit", "units_of"]
+__all__ = ["Absent", "Flat", "Owner", "Unit", "parameters_by_unit", "units_of"]
 
 
 class Owner(NamedTuple):
@@ -106,9 +107,9 @@ class Flat:
             place.view(values).copy_(parameter.detach())
         own = zeros(self.layout.part_numel, values.dtype, values.device, summing.group)
         own.copy_(self.layout.part(values, summing.rank))
-        self.shard = FlatShard(parameters, own, self.layout, summing.rank)
-        for piece, value in zip(self.shard.pieces, self.shard.values, strict=True):
-            value.whole_name, value.whole_shape = names[piece.tensor], parameters[piece.tensor].shape
+        self.shard = FlatShard(names, parameters, own, self.layout, summing.rank)
+        for one in self.shard.holdings():
+            one.value.whole_name, one.value.whole_shape = one.name, one.shape
         self._memory = torch.empty(self.layout.flat_numel, dtype=dtype, device=values.device)
         self._num_bytes = self._memory.untyped_storage().nbytes()
         self.whole = [
@@ -120,10 +121,10 @@ class Flat:
             parameter.data = parameter.new_empty(0)
         self.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Of the memory while gathered."""
-        return int(self._num_bytes)
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for."""
+        yield "parameters", self.shard.own
+        yield "parameters", self._memory
 
     def start(self) -> dist.Work:
         """Start to gather."""
@@ -240,4 +241,22 @@ def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> di
                 look(child, f"{prefix}{name}.")
 
     look(module, "")
+    return found
+
+
+def parameters_by_unit(
+    module: nn.Module, modules: Mapping[str, nn.Module]
+) -> dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]]:
+    """Names and parameters of each unit, by dtype and whether they are trained. First, as "", comes what is in none of
+    ``modules``, or in several."""
+    unit_of = {id(child): name for name, one in modules.items() for child in one.modules()}
+    units: dict[int, str] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            name = unit_of.get(id(one), "")
+            units[id(parameter)] = name if units.get(id(parameter), name) == name else ""
+    found: dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = {"": {}}
+    for name, parameter in module.named_parameters():
+        of_unit = found.setdefault(units[id(parameter)], {})
+        of_unit.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from farandole.errors import ArgumentError
 from farandole.training.arguments import (
@@ -17,7 +18,7 @@ from farandole.training.arguments import (
     require_dense,
     require_wire_dtype,
 )
-from farandole.training.gradient_sync import GradientSync, Round
+from farandole.training.gradient_sync import GradientSync, Kind, Round
 from farandole.training.replicas import broadcast, require_same_model
 from farandole.training.summing import Summing
 
@@ -35,8 +36,10 @@ class Wrapper(nn.Module):
         module: what is wrapped.
         group: of ranks.
         device: of the module.
+        aliases: the other names of tied parameters, and what they are called first.
         summing: how gradients are summed.
         gradient_sync: what takes them; the subclass sets it.
+        waited_s: seconds that ``backward`` has waited for sums when it was through itself, all in all.
     """
 
     gradient_sync: GradientSync
@@ -60,6 +63,7 @@ class Wrapper(nn.Module):
         require_wire_dtype("wire_dtype", wire_dtype)
         self.group = group_or_world(group)
         self.module = module
+        self.aliases = _aliases(module)
         self.device = device_of(module)
         if sparse == "error":
             require_dense(module)
@@ -71,6 +75,13 @@ class Wrapper(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._buffers_are_due = False  # those of all ranks are alike now
         self._num_rounds = 0
+        self.waited_s = 0.0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError(
+            f"a {type(self).__name__} belongs to its process group, and is not copied or pickled; take its .module, or "
+            f"its state_dict()"
+        )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""
@@ -79,6 +90,7 @@ class Wrapper(nn.Module):
     def after_round(self, done: Round) -> None:
         """Called when a backward has delivered."""
         self._num_rounds += 1
+        self.waited_s += done.waited_s
         self._buffers_are_due = True
         if self._num_rounds == _MEASURED_ROUND:
             self.rearrange(done)
@@ -90,8 +102,25 @@ class Wrapper(nn.Module):
         dist.broadcast(order, group=self.group, group_src=0)
         self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
 
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory that is held now, and what for; some of it perhaps more than once."""
+        yield from (("parameters", one) for one in self.module.parameters())
+        yield from (("parameters", one) for one in self.module.buffers())
+        yield from (("gradients", one.grad) for one in self.gradient_sync.parameters if one.grad is not None)
+        for bucket in self.gradient_sync.buckets:
+            yield from bucket.held()
+
     def share_buffers(self, src: int = 0) -> None:
         """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""
         if self._buffers_are_due and self._broadcast_buffers:
             broadcast([buffer for _, buffer in self.module.named_buffers()], self.group, src)
         self._buffers_are_due = False
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found

@@ -9,7 +9,7 @@ its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from farandole.errors import ArgumentError
 from farandole.training.data_parallel import DataParallel
+from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.recorded import started, wait_for
-from farandole.training.shards import BufferPool, FlatShard, ScatterBucket, master_dtype
+from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype
 
 __all__ = ["ZeroOptimizer"]
 
@@ -49,6 +50,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             and for a few buckets on their way.
         defaults: for the optimizer, such as ``lr=1e-3``.
 
+    Attributes:
+        model: whose parameters these are.
+        names_in_groups: of the parameters of each group, on any rank.
+
     Raises:
         ArgumentError: the model is none of `DataParallel`, a parameter is missing or not the model's, or the stage is
             neither 1 nor 2.
@@ -70,15 +75,17 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         if stage not in (1, 2):
             raise ArgumentError(f"stage={stage!r}; it must be 1 or 2 (stage 0 is DataParallel, 3 FullyShardedParallel)")
         Joinable.__init__(self)
-        self._model = model
+        self.model = model
         self._parameters = model.gradient_sync.parameters
         groups = _as_groups(self._parameters if params is None else params)
         _require_all(groups, model)
         self._shards = _Shards(model, stage)
-        pieces = self._shards.pieces_by_parameter()
+        names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
+        self.names_in_groups = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
+        values = {one.name: one.value for one in self.holdings()}
         sharded = [
-            {**group, "params": [piece for one in group["params"] for piece in pieces.get(id(one), [])]}
-            for group in groups
+            {**group, "params": [values[name] for name in some if name in values]}
+            for group, some in zip(groups, self.names_in_groups, strict=True)
         ]
         self._inner = optimizer_class(sharded, **defaults)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -98,14 +105,30 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, parameter in zip(self._model.gradient_sync.names, self._parameters, strict=True):
+        for name, parameter in zip(self.model.gradient_sync.names, self._parameters, strict=True):
             if parameter.grad is not None:
                 raise ArgumentError(
                     f"{name!r} has a gradient of this rank alone; run the last backward before step() outside no_sync()"
                 )
         self._inner.step()
-        self._shards.gather()
+        self.gather()
         return loss
+
+    def holdings(self) -> Iterator[Holding]:
+        """What this rank's optimizer works on."""
+        return self._shards.holdings()
+
+    def sharded_shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that are trained."""
+        return {name: one.shape for name, one in zip(self.model.gradient_sync.names, self._parameters, strict=True)}
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        """The memory of parameters that is held now, what the model itself has included."""
+        return self._shards.held()
+
+    def gather(self) -> None:
+        """Give every rank the parameters as their owners have them. All ranks call this."""
+        self._shards.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of all gradients. With ``set_to_none=False`` they are zero after that."""
@@ -130,12 +153,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """See `torch.distributed.algorithms.Joinable`."""
-        return self._model.join_device
+        return self.model.join_device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """See `torch.distributed.algorithms.Joinable`."""
-        return self._model.group
+        return self.model.group
 
 
 class _Shadow(JoinHook):
@@ -161,9 +184,8 @@ class _Shards:
         ]
         self._flats: list[Tensor] = []
         self._shards: list[FlatShard] = []
-        self._members: list[list[nn.Parameter]] = []
         for some in dealt:
-            self._flatten([parameters[index] for index in some])
+            self._flatten([model.gradient_sync.names[index] for index in some], [parameters[index] for index in some])
         buckets = []
         pools: dict[torch.dtype, BufferPool] = {}
         for indices, flat, shard in zip(dealt, self._flats, self._shards, strict=True):
@@ -175,7 +197,7 @@ class _Shards:
             buckets.append(ScatterBucket(indices, shard, memory, summing))
         model.replace_buckets(buckets)
 
-    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _flatten(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         layout = Layout([one.shape for one in parameters], self._summing.world_size)
         first = parameters[0]
         flat = zeros(layout.flat_numel, first.dtype, first.device, self._summing.group)
@@ -185,16 +207,17 @@ class _Shards:
             parameter.data = view
         own = layout.part(flat, self._summing.rank).to(master_dtype(flat.dtype))
         self._flats.append(flat)
-        self._shards.append(FlatShard(parameters, own, layout, self._summing.rank))
-        self._members.append(list(parameters))
+        self._shards.append(FlatShard(names, parameters, own, layout, self._summing.rank))
 
-    def pieces_by_parameter(self) -> dict[int, list[nn.Parameter]]:
-        """By identity of each parameter, what the optimizer gets of it on this rank."""
-        found: dict[int, list[nn.Parameter]] = {id(one): [] for members in self._members for one in members}
-        for members, shard in zip(self._members, self._shards, strict=True):
-            for piece, value in zip(shard.pieces, shard.values, strict=True):
-                found[id(members[piece.tensor])].append(value)
-        return found
+    def holdings(self) -> Iterator[Holding]:
+        """What this rank's optimizer works on."""
+        for shard in self._shards:
+            yield from shard.holdings()
+
+    def held(self) -> Iterator[tuple[Kind, Tensor]]:
+        for flat, shard in zip(self._flats, self._shards, strict=True):
+            yield "parameters", flat
+            yield "parameters", shard.own
 
     def gather(self) -> None:
         """Give every rank all parts."""

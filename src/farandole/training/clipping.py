@@ -1,0 +1,75 @@
+"""Clipping by the norm of all gradients, wherever they are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farandole.errors import ArgumentError
+from farandole.training.data_parallel import DataParallel
+from farandole.training.fully_sharded import FullyShardedParallel
+from farandole.training.recorded import blocking
+from farandole.training.zero import ZeroOptimizer
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    holder: DataParallel | ZeroOptimizer | FullyShardedParallel, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale all gradients so that their norm, as that of one vector, is at most ``max_norm``; call it on all ranks
+    between ``backward`` and ``step``. A parameter that is used in several places counts once. Norms are summed in 64
+    bits, so that they are the same at every stage, but for the order in which the last bits add up.
+
+    Args:
+        holder: whoever has the gradients: the `ZeroOptimizer`, if there is one, else the model.
+        max_norm: the limit, at least 0.
+        norm_type: which norm; ``math.inf`` for the largest element.
+
+    Returns:
+        The norm before, of float64, the same on all ranks.
+
+    Raises:
+        ArgumentError: the holder has no gradients of its own kind, or a number makes no sense.
+    """
+    if not max_norm >= 0 or not norm_type > 0:
+        raise ArgumentError(f"max_norm={max_norm!r}, norm_type={norm_type!r}; they must be at least 0 and above 0")
+    if isinstance(holder, DataParallel):
+        if holder.is_sharded:
+            raise ArgumentError("the gradients are with the ZeroOptimizer of this model; give that to clip_grad_norm_")
+        gradients, is_whole = [one.grad for one in holder.gradient_sync.parameters if one.grad is not None], True
+    elif isinstance(holder, (ZeroOptimizer, FullyShardedParallel)):
+        gradients, is_whole = [one.value.grad for one in holder.holdings() if one.value.grad is not None], False
+    else:
+        raise ArgumentError(
+            f"{type(holder).__name__} holds no gradients of several ranks; give a DataParallel, a ZeroOptimizer or a "
+            f"FullyShardedParallel"
+        )
+    model = holder.model if isinstance(holder, ZeroOptimizer) else holder
+    total = _norm(gradients, norm_type, model.device)
+    if not is_whole:
+        is_max = math.isinf(norm_type)
+        if not is_max:
+            total = total.pow_(norm_type)
+        with blocking("all_reduce", total, model.group):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=model.group)
+        if not is_max:
+            total = total.pow_(1 / norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return total
+
+
+def _norm(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.linalg.vector_norm(one, norm_type, dtype=_wide(one.dtype)).double() for one in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
