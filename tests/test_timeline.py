@@ -590,6 +590,9 @@ def test_where_one_rank_fails_and_the_others_wait_each_writes_its_own(tmp_path, 
         assert part.rank == rank
         assert part.uncertainty_ns is None
         assert "barrier" in {span.name for span in part.spans}
+        failed = [call for call in named(part, "communication") if call.details.get("failed")]
+        assert [call.name for call in failed] == ([] if rank == 1 else ["all_reduce"])
+        assert part.exposure().total.hidden == 0
     assert not timeline.is_on()
 
 

@@ -56,8 +56,10 @@ for backend in ("farandole", "gloo"):
     model = FullyShardedParallel(net())
     train("sharded", model, torch.optim.AdamW(model.parameters()))
     model = NaiveDataParallel(net())
-    farandole.tracing.clock_identity = lambda: str(dist.get_rank())
     train("naive", model, torch.optim.SGD(model.parameters(), lr=0.1), model.average_gradients)
+    model = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.01)
+    farandole.tracing.clock_identity = lambda: str(dist.get_rank())
+    train("torchs", model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:
         with farandole.trace(f"{folder}/{backend}-left.json"):
             dist.destroy_process_group()
@@ -146,7 +148,18 @@ def ranks_in(*paths: Path) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_clocks_are_measured_over_any_backend(folder, backend):
-    assert_one_clock_was_measured(folder / f"{backend}-naive.json")
+    assert_one_clock_was_measured(folder / f"{backend}-torchs.json")
+
+
+def test_the_waits_of_torchs_own_wrapper_are_seen_over_farandole(folder):
+    for part in read_trace(folder / "farandole-torchs.json"):
+        assert counted(part, "communication")["all_reduce"] >= 3 * 2
+        waits = sorted(span.ended_ns for span in part.spans if span.name == "at the end of backward")
+        assert len(waits) == 3
+        # A step ends after its wait, and the next wait comes after it.
+        assert all(wait < step for wait, step in zip(waits, part.steps, strict=True))
+        assert all(step < wait for step, wait in zip(part.steps, waits[1:], strict=False))
+        assert part.exposure().total.exposed > 0
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

@@ -77,8 +77,7 @@ def trace(path: str | os.PathLike[str], *, communicator: Communicator | None = N
     communication was exposed. Recorded are all collectives on farandole's communicators, those of torch's backend
     "farandole" included; blocking `send` and `recv`; forward, backward and communication of `farandole.training`, on
     any backend; steps of torch's optimizers, if torch was imported before; and what `Trace.span` is put around. What
-    runs on GPUs is not timed, and waits of torch's own DistributedDataParallel are not seen. Where ranks are on several
-    hosts, their clocks are aligned.
+    runs on GPUs is not timed. Where ranks are on several hosts, their clocks are aligned.
 
     All ranks enter and leave it together. If the body fails on a rank, what can be had is written all the same: by all
     into one file if they come within some seconds, else by each rank into a file of its own, as in steps.rank3.json.
