@@ -33,7 +33,7 @@ from farandole.topology import Topology
 bench_module = importlib.import_module("farandole.cli.bench")  # farandole.cli.bench is the function
 run_module = importlib.import_module("farandole.cli.run")
 
-VERBS = ("run", "status", "verify", "draw", "bench", "explain", "calibrate")
+VERBS = ("run", "status", "verify", "draw", "bench", "explain", "calibrate", "trace")
 
 PLANS = '''
 from farandole import Schedule, Transfer

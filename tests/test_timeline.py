@@ -236,6 +236,21 @@ def test_ranks_of_one_machine_have_one_clock():
     assert offsets([0, 0, 0], [clock_identity()] * 3) == [(0, 0)] * 3
 
 
+def test_clocks_are_measured_over_a_communicator(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(tracing, "clock_identity", lambda: threading.current_thread().name)
+    traced(path, lambda comm, trace: comm.barrier(), 3)
+    assert_one_clock_was_measured(path)
+
+
+def assert_one_clock_was_measured(path) -> None:
+    first, *others = json.loads(path.read_text())["farandole"]["ranks"]
+    assert (first["clock_offset_ns"], first["clock_uncertainty_ns"]) == (0, 0)
+    for rank in others:
+        assert abs(rank["clock_offset_ns"]) <= rank["clock_uncertainty_ns"]
+        assert rank["clock_uncertainty_ns"] > 0
+
+
 # --- What is recorded -------------------------------------------------------------------------------------------------
 
 
@@ -461,7 +476,7 @@ def test_two_traces_at_once_are_refused(tmp_path):
 
     def within(comm, _):
         with (
-            pytest.raises(ArgumentError, match="^a trace is on already"),
+            pytest.raises(ArgumentError, match=r"^a trace is on already"),
             farandole.trace(tmp_path / "two.json", communicator=comm),
         ):
             pass
@@ -496,9 +511,11 @@ def test_a_path_that_cannot_be_written_is_told_on_every_rank(tmp_path, place):
     path = tmp_path / place
 
     def run(comm):
-        with pytest.raises(ArgumentError, match="cannot be written") as caught:
-            with farandole.trace(path, communicator=comm):
-                raise AssertionError("entered")
+        with (
+            pytest.raises(ArgumentError, match="cannot be written") as caught,
+            farandole.trace(path, communicator=comm),
+        ):
+            raise AssertionError("entered")
         return str(caught.value)
 
     with farandole.local(3) as world:
@@ -512,10 +529,8 @@ def test_a_file_that_cannot_be_written_after_all_is_told_on_every_rank(tmp_path,
     path.write_text("what was there")
 
     def run(comm):
-        with pytest.raises(OSError, match="could not be written: .*full"):
-            with farandole.trace(path, communicator=comm):
-                if comm.rank == 0:
-                    monkeypatch.setattr(trace_file.json, "dumps", full_disk)
+        with pytest.raises(OSError, match=r"could not be written: .*full"), farandole.trace(path, communicator=comm):
+            pass
 
     dumps = json.dumps
 
@@ -524,6 +539,7 @@ def test_a_file_that_cannot_be_written_after_all_is_told_on_every_rank(tmp_path,
             raise OSError(28, "the disk is full")
         return dumps(value, **more)
 
+    monkeypatch.setattr(trace_file.json, "dumps", full_disk)
     with farandole.local(2, timeout_s=LIMIT_S) as world:
         world.run(run)
     assert path.read_text() == "what was there"
@@ -535,12 +551,14 @@ def test_a_trace_whose_body_fails_everywhere_is_written(tmp_path):
 
     def run(comm):
         with pytest.raises(ZeroDivisionError), farandole.trace(path, communicator=comm):
-            comm.barrier()
-            _ = 1 / 0
-        return 1
+            fail(comm)
+
+    def fail(comm):
+        comm.barrier()
+        raise ZeroDivisionError
 
     with farandole.local(2, timeout_s=LIMIT_S) as world:
-        assert world.run(run) == [1, 1]
+        world.run(run)
     assert [len(named(part, "communication")) for part in read_trace(path)] == [1, 1]
 
 
@@ -572,6 +590,9 @@ def test_where_one_rank_fails_and_the_others_wait_each_writes_its_own(tmp_path, 
         assert part.rank == rank
         assert part.uncertainty_ns is None
         assert "barrier" in {span.name for span in part.spans}
+        failed = [call for call in named(part, "communication") if call.details.get("failed")]
+        assert [call.name for call in failed] == ([] if rank == 1 else ["all_reduce"])
+        assert part.exposure().total.hidden == 0
     assert not timeline.is_on()
 
 
@@ -579,9 +600,12 @@ def test_a_warning_that_is_an_error_does_not_leave_the_trace_on(tmp_path, monkey
     monkeypatch.setattr(tracing, "Record", functools.partial(Record, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="no room"), farandole.trace(tmp_path / "x.json") as trace:
-            with trace.span("x"):
-                pass
+        with (
+            pytest.raises(RuntimeWarning, match="no room"),
+            farandole.trace(tmp_path / "x.json") as trace,
+            trace.span("x"),
+        ):
+            pass
     assert not timeline.is_on()
 
 

@@ -284,7 +284,7 @@ std::vector<FlightTuple> flights_of(const Engine& engine) {
 }
 
 using LoggedTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                               std::int64_t, std::int64_t, std::int64_t>;
+                               std::int64_t, std::int64_t, std::int64_t, bool>;
 
 std::pair<std::vector<LoggedTuple>, std::uint64_t> logged_flights_of(Engine& engine) {
   const auto [flights, num_lost] = engine.flight_log().stop();
@@ -292,7 +292,7 @@ std::pair<std::vector<LoggedTuple>, std::uint64_t> logged_flights_of(Engine& eng
   tuples.reserve(flights.size());
   for (const LoggedFlight& flight : flights) {
     tuples.emplace_back(flight.sequence, flight.what, flight.count, flight.payload_bytes,
-                        flight.called_ns, flight.began_ns, flight.ended_ns);
+                        flight.called_ns, flight.began_ns, flight.ended_ns, flight.is_done);
   }
   return {std::move(tuples), num_lost};
 }
@@ -451,8 +451,8 @@ NB_MODULE(_native, module) {
       .def("messages", &messages_of)
       .def("flights", &flights_of)
       .def(
-          "log_flights",
-          [](Engine& engine, std::size_t most) { engine.flight_log().start(most); }, "most"_a)
+          "log_flights", [](Engine& engine, std::size_t most) { engine.flight_log().start(most); },
+          "most"_a)
       .def("logged_flights", &logged_flights_of)
       .def("close", &Engine::close, nb::call_guard<WithoutGil>());
 

@@ -317,15 +317,15 @@ Receipt Engine::run_plan(const Call& call, const Interrupted& interrupted) {
       wait(call, receipt, interrupted, deadline);
     }
   }
-  if (receipt.status != Abort::none) return receipt;
-  record.finished.store(sequence_, std::memory_order_relaxed);
   const auto end = Clock::now();
   const std::int64_t ended_ns = end.time_since_epoch().count();
-  flight.ended_ns.store(ended_ns, std::memory_order_relaxed);
   if (flight_log_.is_on()) {
     flight_log_.add({sequence_, settled.what, settled.count, settled.payload_bytes, call.called_ns,
-                     start.time_since_epoch().count(), ended_ns});
+                     start.time_since_epoch().count(), ended_ns, receipt.status == Abort::none});
   }
+  if (receipt.status != Abort::none) return receipt;
+  record.finished.store(sequence_, std::memory_order_relaxed);
+  flight.ended_ns.store(ended_ns, std::memory_order_relaxed);
   if (settled.tally) {
     Tally& tally = *settled.tally;
     add(tally.calls, 1);

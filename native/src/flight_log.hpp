@@ -20,6 +20,7 @@ struct LoggedFlight {
   std::int64_t called_ns = 0;  // since when a caller waited for it; 0 if it is in the background
   std::int64_t began_ns = 0;   // by the steady clock, as the others
   std::int64_t ended_ns = 0;
+  bool is_done = true;  // else it ended with a failure
 };
 
 class FlightLog {

@@ -569,6 +569,49 @@ void test_plan_refuses() {
   test_plan_refuses_what_has_no_room();
 }
 
+// Calls in the background and blocking ones, while the log is started, full, stopped, and read on
+// another thread.
+void test_flight_log() {
+  const auto arena = Arena::create({2, 2, 16 * 1024, 7});
+  std::atomic<std::size_t> wrong{0};
+  on_all_ranks(arena, [&](Engine& engine) {
+    const auto plan = bind_plan(ring_all_reduce(static_cast<std::int32_t>(engine.rank()), 2),
+                                split(10, 2), engine.rank(), arena->geometry());
+    std::vector<std::int32_t> buffer(10);
+    const auto run = [&](int times) {
+      for (int i = 0; i < times; ++i) {
+        const auto work = engine.submit(make_call(plan, buffer));
+        wrong += engine.run(make_call(plan, buffer), {}).status != Abort::none;
+      }
+    };
+    run(3);
+    wrong += !engine.flight_log().stop().first.empty();
+    engine.flight_log().start(15);
+    run(10);
+    const auto [flights, num_lost] = engine.flight_log().stop();
+    wrong += flights.size() != 15 || num_lost != 5;
+    std::uint64_t sequence = 6;
+    for (const LoggedFlight& flight : flights) {
+      const bool blocks = ++sequence % 2 == 0;
+      wrong += flight.sequence != sequence || (flight.called_ns != 0) != blocks;
+      wrong += flight.called_ns > flight.began_ns || flight.began_ns > flight.ended_ns;
+    }
+    std::size_t num_logged = 0;
+    std::atomic<bool> is_over{false};
+    std::thread reader([&] {
+      while (!is_over.load()) {
+        engine.flight_log().start(1000);
+        num_logged += engine.flight_log().stop().first.size();
+      }
+    });
+    run(200);
+    is_over.store(true);
+    reader.join();
+    wrong += num_logged > 400;
+  });
+  testing::check_equal(wrong.load(), std::size_t{0});
+}
+
 }  // namespace
 }  // namespace farandole
 
@@ -604,5 +647,6 @@ int main() {
   test_interruption();
   test_close_with_work();
   test_close_during_a_call();
+  test_flight_log();
   return testing::report();
 }

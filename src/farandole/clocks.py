@@ -7,6 +7,7 @@ Source: Cristian, Probabilistic Clock Synchronization, Distributed Computing 3, 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,10 @@ _ROUND_TRIPS = 20
 
 def clock_identity() -> str:
     """Processes that say the same have one clock: those of one boot, whose namespaces do not shift it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox hides it: like no other, so that the clock is measured
+        return uuid.uuid4().hex
     try:
         return f"{boot} {Path('/proc/self/ns/time').readlink()}"
     except OSError:  # a kernel before 5.6 has no such namespaces

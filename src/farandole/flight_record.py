@@ -114,9 +114,10 @@ class LoggedFlights:
             spans.append(Span("communication", call.partition("(")[0], began_ns, ended_ns, track, details))
 
         seen = set()
-        for number, what, count, nbytes, called_ns, began_ns, ended_ns in logged:
+        for number, what, count, nbytes, called_ns, began_ns, ended_ns, is_done in logged:
             seen.add(number)
-            add(number, what, count, nbytes, began_ns, ended_ns, blocking=called_ns != 0)
+            more = {} if is_done else {"failed": True}
+            add(number, what, count, nbytes, began_ns, ended_ns, blocking=called_ns != 0, **more)
             if called_ns:
                 name = describe_call(what, count).partition("(")[0]
                 spans.append(Span("waiting", f"in {name}", called_ns, ended_ns, details={"number": number}))

@@ -260,8 +260,11 @@ class Runner:
         arguments = (sends, buffer.address, buffer.nbytes, peer, tag, buffer.dtype.code, timeout_s)
         kind = "send" if sends else "recv"
         if not async_op:
-            with timeline.span("communication", kind), timeline.span("waiting", f"in {kind}"):
-                status, subject = self._postbox.post(*arguments, waits=True).receipt()
+            began_ns = timeline.moment()
+            status, subject = self._postbox.post(*arguments, waits=True).receipt()
+            if began_ns is not None:
+                timeline.add("communication", kind, began_ns, bytes=buffer.nbytes, peer=peer)
+                timeline.add("waiting", f"in {kind}", began_ns)
             self._is_told |= status != Abort.NONE
             if self._messages:
                 self._settle_some_messages()

@@ -171,7 +171,7 @@ def _end(own: Trace, record: Record, ranks: Ranks, failed: bool) -> None:
         if failed:
             ranks.hurry(_AFTER_A_FAILURE_S)
         problem = _merge(own, part, ranks)
-    except RuntimeError as error:  # that of communication, farandole's or torch's
+    except Exception as error:  # of communication, farandole's or torch's: what this rank has is not to be lost
         _write_own(own.path, part, error)
         return
     if problem and not failed:
@@ -194,7 +194,7 @@ def _merge(own: Trace, part: Part, ranks: Ranks) -> str:
         missing = {one.rank: one.num_missing for one in parts if one.num_missing}
         if missing:
             whose = ", ".join(f"{number} spans of rank {rank}" for rank, number in missing.items())
-            warnings.warn(f"{own.path} is not complete: there was no room for {whose}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"{own.path} is not complete: there was no room for {whose}", RuntimeWarning, stacklevel=5)
     told = ranks.all_gather(RankExposure.pack(exposed, problem) if ranks.rank == 0 else b"")[0]
     own._exposed, problem = RankExposure.unpack(told)
     return problem

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole import timeline
 from farandole.runner import close_at_exit
+from farandole.torch_backend.backward import record_end_of_backward
 from farandole.work import Work
 
 __all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
@@ -172,6 +174,8 @@ class Handle(dist.Work):
 
     def get_future(self) -> Any:
         """A future of the tensors that come out; it raises what a call fails with."""
+        if timeline.is_on():
+            record_end_of_backward()
         with self._lock:
             if self._future is None:
                 self._to_complete = torch.futures.Future()

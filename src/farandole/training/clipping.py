@@ -11,6 +11,7 @@ from torch import Tensor
 from farandole.errors import ArgumentError
 from farandole.training.data_parallel import DataParallel
 from farandole.training.fully_sharded import FullyShardedParallel
+from farandole.training.recorded import blocking
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = ["clip_grad_norm_"]
@@ -50,11 +51,12 @@ def clip_grad_norm_(
     model = holder.model if isinstance(holder, ZeroOptimizer) else holder
     total = _norm(gradients, norm_type, model.device)
     if not is_whole:
-        if math.isinf(norm_type):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=model.group)
-        else:
+        is_max = math.isinf(norm_type)
+        if not is_max:
             total = total.pow_(norm_type)
-            dist.all_reduce(total, group=model.group)
+        with blocking("all_reduce", total, model.group):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=model.group)
+        if not is_max:
             total = total.pow_(1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:

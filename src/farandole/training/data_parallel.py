@@ -20,6 +20,7 @@ from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_buck
 from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
+from farandole.training.recorded import blocking
 from farandole.training.replicas import broadcast
 from farandole.training.summing import Pending, Summing
 from farandole.training.wrapper import Wrapper
@@ -191,7 +192,8 @@ class DataParallel(Wrapper, Joinable):
         told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self.device)
         told[0] = is_active and self.gradient_sync.enabled
         told[1 + self.group.rank()] = is_active
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        with blocking("all_reduce", told, self.group):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         is_summed, *are_active = told.tolist()
         if self._divides_by_active:
             self.summing.divisor = sum(are_active)
@@ -204,7 +206,8 @@ class DataParallel(Wrapper, Joinable):
             return
         own = [is_active and one for bucket in buckets for one in bucket.is_carried]
         told = torch.tensor(own, dtype=torch.int32, device=self.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        with blocking("all_reduce", told, self.group):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         are_carried = iter(told.tolist())
         for bucket in buckets:
             bucket.keep([bool(next(are_carried)) for _ in bucket.indices])
