@@ -86,7 +86,10 @@ class Summing:
         return self._wire_dtype if is_wide and self._wire_dtype is not None else dtype
 
     def _must_exchange(self, given: torch.dtype, wanted: torch.dtype) -> bool:
-        return self.world_size > 1 and (self._reproducible or given != wanted or self.travelling(given) != given)
+        must: bool = given != wanted
+        if self.world_size > 1:
+            must = must or self._reproducible or self.travelling(given) != given
+        return must
 
 
 class _Plain:
