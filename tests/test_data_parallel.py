@@ -18,7 +18,7 @@ import training_worlds
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training_worlds import Checks, Mixed, Reference, World, batch, bits, close, delays, identical, network, refusal
+from training_worlds import Checks, Mixed, Reference, World, batch, close, delays, identical, network, refusal
 
 from farandole.errors import ArgumentError
 from farandole.training import (
@@ -697,7 +697,7 @@ def sixteen_bits_are_what_travels(world: World) -> None:
             before = travelled(world)
             squares(wrapped(batch(world.rank, step))).backward()
             after = travelled(world)
-            num = sum(-(-sum(module_sizes(wrapped, one)) // world.size) for one in wrapped.gradient_sync.buckets)
+            num = sum(part_numel(module_sizes(wrapped, one), world.size) for one in wrapped.gradient_sync.buckets)
             buckets = len(wrapped.gradient_sync.buckets)
             if step == 1:
                 continue  # its buckets are gone
@@ -708,6 +708,14 @@ def sixteen_bits_are_what_travels(world: World) -> None:
 
 def module_sizes(wrapped: DataParallel, bucket) -> list[int]:
     return [wrapped.gradient_sync.parameters[index].numel() for index in bucket.indices]
+
+
+def part_numel(sizes: list[int], world_size: int) -> int:
+    """Everything begins at a multiple of 64 elements."""
+    end = 0
+    for size in sizes:
+        end = -(-end // 64) * 64 + size
+    return -(-end // (64 * world_size)) * 64
 
 
 @check(2, 3)
