@@ -18,7 +18,19 @@ import training_worlds
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training_worlds import Checks, Mixed, Reference, World, batch, close, delays, identical, network, refusal
+from training_worlds import (
+    Checks,
+    Mixed,
+    Reference,
+    World,
+    batch,
+    close,
+    delays,
+    identical,
+    network,
+    random_seeds,
+    refusal,
+)
 
 from farandole.errors import ArgumentError
 from farandole.training import (
@@ -126,13 +138,13 @@ def with_sum_the_bits_are_those_of_one_process_whatever_the_number_of_ranks(worl
 def random_modules_backwards_and_buckets(world: World) -> None:
     """To the bit where it is reproducible, else to rounding. Ranks go through branches in different orders, and do
     without some; backwards are summed or not, as chance has it."""
-    for seed in range(12):
-        rng = random.Random(f"{seed} {world.size}")
+    for seed in random_seeds(world):
+        rng = random.Random(seed)
         reproducible, reduction = rng.random() < 0.7, rng.choice(["mean", "sum"])
         expected = Reference(Mixed(seed), world.size, ADAM, reduction)
         wrapped = DataParallel(
             Mixed(seed),
-            bucket_bytes=rng.choice([1, 100, 1000, 100_000]),
+            bucket_bytes=rng.choice([1, 300, 1000, 100_000]),
             group=world.group,
             reduction=reduction,
             unused="zeros",
@@ -140,8 +152,8 @@ def random_modules_backwards_and_buckets(world: World) -> None:
         )
         optimizer = ADAM(wrapped.parameters())
         with delays(world.rank) if rng.random() < 0.5 else contextlib.nullcontext():
-            for step in range(4):
-                num_backwards = rng.randint(1, 4)
+            for step in range(3):
+                num_backwards = rng.randint(1, 3)
                 for number in range(num_backwards):
                     is_summed = number == num_backwards - 1 or rng.random() < 0.5
                     for rank in range(world.size):
@@ -697,7 +709,7 @@ def sixteen_bits_are_what_travels(world: World) -> None:
             before = travelled(world)
             squares(wrapped(batch(world.rank, step))).backward()
             after = travelled(world)
-            num = sum(-(-sum(module_sizes(wrapped, one)) // world.size) for one in wrapped.gradient_sync.buckets)
+            num = sum(part_numel(module_sizes(wrapped, one), world.size) for one in wrapped.gradient_sync.buckets)
             buckets = len(wrapped.gradient_sync.buckets)
             if step == 1:
                 continue  # its buckets are gone
@@ -708,6 +720,14 @@ def sixteen_bits_are_what_travels(world: World) -> None:
 
 def module_sizes(wrapped: DataParallel, bucket) -> list[int]:
     return [wrapped.gradient_sync.parameters[index].numel() for index in bucket.indices]
+
+
+def part_numel(sizes: list[int], world_size: int) -> int:
+    """Everything begins at a multiple of 64 elements."""
+    end = 0
+    for size in sizes:
+        end = -(-end // 64) * 64 + size
+    return -(-end // (64 * world_size)) * 64
 
 
 @check(2, 3)

@@ -58,6 +58,8 @@ class DataParallel(Wrapper, Joinable):
     Raises:
         ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
             they are refused.
+        BackwardFailedError: from ``backward``, on every rank where it did not fail, when one where it did comes to its
+            next forward: no rank has gradients then.
         DifferentModelsError: the ranks' modules differ.
         SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
@@ -297,11 +299,10 @@ class _Bucket(Bucket):
 
     def _was_let_go(self, position: int) -> bool:
         """Set to None, or to zero, since backward paused."""
-        gradient: Tensor | None = self._parameters[position].grad
-        seen, version = self._seen[position]
-        if gradient is None:
-            return True
-        return bool(id(gradient) == id(seen) and gradient._version != version and not gradient.any())
+        gradient, (seen, version) = self._parameters[position].grad, self._seen[position]
+        if gradient is None or seen is None:
+            return gradient is None
+        return gradient is seen and seen._version != version and not bool(seen.any())
 
     def keep(self, is_carried: Sequence[bool]) -> None:
         """Carry no others."""

@@ -1,8 +1,10 @@
 """Where parameters lie in flat memory, and which part of it is whose.
 
 Several tensors of one dtype lie behind one another in a *flat* tensor, each at its place, its elements in their order.
-The flat tensor is cut into one *part* per rank, all of one length; so it may end with elements that are nobody's. A
-part begins and ends anywhere within a tensor: what a part holds of one tensor is a *piece*.
+The flat tensor is cut into one *part* per rank, all of one length. A part begins and ends anywhere within a tensor:
+what a part holds of one tensor is a *piece*. Places and parts begin at multiples of `ALIGNMENT` elements; those between
+are nobody's. For the bits of a product depend on where in a cache line its operands begin, and those of a step on which
+elements are left over when a vector is full: both are then as in tensors that are not sharded.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Piece", "Place", "boxes_of", "into_buckets"]
+__all__ = ["ALIGNMENT", "Layout", "Piece", "Place", "boxes_of", "into_buckets"]
+
+
+ALIGNMENT = 64
+"""In elements: no less than a cache line, nor than what loops over vectors of any width take at a time."""
 
 
 class Place(NamedTuple):
@@ -59,7 +65,7 @@ class Layout:
 
     Attributes:
         places: one for each tensor.
-        numel: elements of all tensors.
+        numel: elements up to the end of the last tensor.
         part_numel: elements of a part; times ``world_size``, those of the flat tensor.
         world_size: number of parts.
     """
@@ -68,11 +74,12 @@ class Layout:
         self.places: list[Place] = []
         end = 0
         for shape in shapes:
-            self.places.append(Place(shape, end, end + shape.numel()))
-            end = self.places[-1].stop
+            start = _aligned(end)
+            end = start + shape.numel()
+            self.places.append(Place(shape, start, end))
         self.numel = end
         self.world_size = world_size
-        self.part_numel = -(-end // world_size)
+        self.part_numel = _aligned(-(-end // world_size))
 
     @property
     def flat_numel(self) -> int:
@@ -92,6 +99,10 @@ class Layout:
             if start < stop:
                 found.append(Piece(index, start - place.start, stop - place.start, start - begin))
         return found
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, first_bytes: int | None = None) -> list[list[int]]:

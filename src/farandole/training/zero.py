@@ -9,6 +9,7 @@ its part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -110,6 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 raise ArgumentError(
                     f"{name!r} has a gradient of this rank alone; run the last backward before step() outside no_sync()"
                 )
+        self._shards.take_over()
         self._inner.step()
         self.gather()
         return loss
@@ -130,6 +132,19 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """Give every rank the parameters as their owners have them. All ranks call this."""
         self._shards.gather()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the state of this rank, of as many, on buckets of the same sizes. `load_checkpoint` takes that of
+        any number of ranks."""
+        self._inner.load_state_dict(state_dict)
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError(
+            "a ZeroOptimizer has a part of the state, and is not copied or pickled; take its state_dict(), or "
+            "save_checkpoint()"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of all gradients. With ``set_to_none=False`` they are zero after that."""
         self._inner.zero_grad(set_to_none)
@@ -147,7 +162,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `torch.distributed.algorithms.Joinable`. Give the model and this to one `Join`, in this order."""
+        """See `torch.distributed.algorithms.Joinable`. Give the model and this to one `Join`, in this order; after each
+        forward come a backward that is summed, a step and `zero_grad`."""
         return _Shadow(self)
 
     @property
@@ -219,6 +235,15 @@ class _Shards:
             yield "parameters", flat
             yield "parameters", shard.own
 
+    def take_over(self) -> None:
+        """Where an optimizer works on copies, give these what was written into the parameters since they were
+        gathered."""
+        for flat, shard in zip(self._flats, self._shards, strict=True):
+            part = shard.layout.part(flat, self._summing.rank)
+            if part.dtype != shard.own.dtype:
+                was_written = part != shard.own.to(part.dtype)
+                shard.own.copy_(torch.where(was_written, part, shard.own))
+
     def gather(self) -> None:
         """Give every rank all parts."""
         works = []
@@ -251,6 +276,9 @@ def _require_all(groups: Sequence[dict[str, Any]], model: DataParallel) -> None:
     strange = [tuple(one.shape) for one in given if id(one) not in names and one.requires_grad]
     if strange:
         raise ArgumentError(f"a parameter of shape {strange[0]} is none that the model trains; take model.parameters()")
+    twice = [names[key] for key, number in Counter(map(id, given)).items() if number > 1 and key in names]
+    if twice:
+        raise ArgumentError(f"{twice[0]!r} is in params twice; take it out of all groups but one")
     missing = [name for key, name in names.items() if key not in {id(one) for one in given}]
     if missing:
         raise ArgumentError(
