@@ -165,12 +165,14 @@ class FullyShardedParallel(Wrapper):
         try:
             with timeline.span("compute", "forward"):
                 outputs = self.module(*args, **kwargs)
-        finally:
-            self._order = self._next_order or self._order
-            kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
-            for unit in self.units:
-                if unit not in kept:
-                    unit.release()
+        except BaseException:
+            self._let_go()
+            raise
+        self._order = self._next_order or self._order
+        kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
+        for unit in self.units:
+            if unit not in kept:
+                unit.release()
         if for_backward:
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:

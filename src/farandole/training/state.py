@@ -155,8 +155,8 @@ class State:
             raise CheckpointError("save_checkpoint has not made this checkpoint")
         wanted = {f"model.{name}": one.shape for name, one in {**self._wholes, **self._buffers}.items()}
         wanted |= {f"model.{name}": shape for name, shape in self._sharded.items()}
-        missing = [key for key in wanted if key not in known]
-        unexpected = [key for key in known if key.startswith("model.") and key not in wanted]
+        missing = sorted(key for key in wanted if key not in known)
+        unexpected = sorted(key for key in known if key.startswith("model.") and key not in wanted)
         if missing or unexpected:
             problems = [
                 *([f"it lacks {_listed(missing)}"] if missing else []),

@@ -89,7 +89,9 @@ class Summing:
         return self._wire_dtype if is_wide and self._wire_dtype is not None else dtype
 
     def _must_exchange(self, given: torch.dtype, wanted: torch.dtype) -> bool:
-        return self.world_size > 1 and (self._reproducible or given != wanted or self.travelling(given) != given)
+        if given != wanted:
+            return True
+        return self.world_size > 1 and (self._reproducible or self.travelling(given) != given)
 
 
 class _Plain:

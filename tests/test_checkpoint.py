@@ -1,0 +1,373 @@
+"""Checkpoints: saved at any stage on any number of ranks, loaded at any other, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import training_worlds
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from training_worlds import Checks, World, batch, bits, network, refusal
+
+from farandole.errors import ArgumentError
+from farandole.training import (
+    CheckpointError,
+    DataParallel,
+    FullyShardedParallel,
+    ZeroOptimizer,
+    export_weights,
+    load_checkpoint,
+    save_checkpoint,
+)
+from farandole.training.layout import Layout, boxes_of
+
+check = Checks()
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+FOLDER = Path(os.environ.get("CHECKPOINTS", "unset"))
+NUM_STAGES = 4
+
+
+class Mixture(nn.Module):
+    """Tied, frozen, empty, of no dimension, of 16 bits; and buffers that are saved and that are not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(11, 5)
+            self.layers = nn.ModuleList([nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 1, 3, padding=1)])
+            self.head = nn.Linear(5, 11, bias=False)
+            self.head.weight = self.embedding.weight
+            self.scale = nn.Parameter(torch.rand(()))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+            self.frozen = nn.Linear(5, 5)
+            self.frozen.requires_grad_(False)
+            self.unused = nn.Parameter(torch.rand(4))
+            self.register_buffer("kept", torch.rand(3))
+            self.register_buffer("not_kept", torch.rand(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values = self.frozen(self.embedding(tokens))[:, None]
+        for layer in self.layers:
+            values = torch.tanh(layer(values)) + values[:, :1]
+        return self.head(values[:, 0]) * self.scale + self.nothing.sum()
+
+
+def make(world: World, stage: int, seed: int, optimizer_class=torch.optim.AdamW, **options):
+    options = options or {"lr": 0.01}
+    common = {"group": world.group, "unused": "zeros", "reproducible": True}
+    if stage == 3:
+        model = FullyShardedParallel(Mixture(seed), **common)
+        return model, optimizer_class(model.parameters(), **options)
+    model = DataParallel(Mixture(seed), bucket_bytes=150, **common)
+    if stage == 0:
+        return model, optimizer_class(model.parameters(), **options)
+    return model, ZeroOptimizer(model, optimizer_class, stage=stage, **options)
+
+
+def train(model, optimizer, steps: range) -> None:
+    """The same batch on every rank: so the numbers of ranks make no difference."""
+    for step in steps:
+        optimizer.zero_grad()
+        tokens = torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(step))
+        (model(tokens) ** 2).mean().backward()
+        optimizer.step()
+
+
+def weights(model) -> dict[str, list]:
+    return {name: bits(one) for name, one in model.state_dict().items()}
+
+
+def folder(world: World, name: str) -> Path:
+    """For this group alone."""
+    return FOLDER / f"{name}-{world.backend}-{world.size}"
+
+
+@check(1, 2, 3, 4, backends=["farandole"])
+def saved_at_each_stage(world: World) -> None:
+    """For the checks that follow."""
+    for stage in range(NUM_STAGES):
+        model, optimizer = make(world, stage, seed=0)
+        train(model, optimizer, range(3))
+        optimizer.param_groups[0]["lr"] = 0.02
+        path = FOLDER / f"stage{stage}-{world.size}"
+        save_checkpoint(path, model, optimizer, extra={"steps": 3})
+        torch.save(weights(model), FOLDER / f"weights{stage}-{world.size}.pt")
+        dist.barrier(world.group)
+        assert {one.name for one in path.parent.iterdir() if one.name.startswith(path.name)} == {path.name}
+
+
+@check(1, 2, 4)
+def loaded_at_any_other(world: World) -> None:
+    for stage in range(NUM_STAGES):
+        for saved_stage, saved_size in ((0, 1), (1, 2), (2, 4), (3, 3), (3, 4), (1, 3)):
+            model, optimizer = make(world, stage, seed=stage + 1)
+            if saved_size == 1:
+                train(model, optimizer, range(1))  # what it had is replaced
+            extra = load_checkpoint(FOLDER / f"stage{saved_stage}-{saved_size}", model, optimizer)
+            assert extra == {"steps": 3}
+            assert optimizer.param_groups[0]["lr"] == 0.02
+            assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+            wanted = torch.load(FOLDER / f"weights{saved_stage}-{saved_size}.pt")
+            assert weights(model) == wanted
+            train(model, optimizer, range(3, 5))
+            path = FOLDER / f"went-on-{saved_stage}-{saved_size}-{world.size}.json"
+            if stage == 0 and world.rank == 0:
+                path.write_text(json.dumps(weights(model)))
+            dist.barrier(world.group)
+            # The same batch is summed as often as there are ranks, and divided by them, exactly: they are powers of 2.
+            first = FOLDER / f"went-on-{saved_stage}-{saved_size}-1.json"
+            assert weights(model) == json.loads(first.read_text()), (stage, saved_stage, saved_size)
+
+
+@check(2, backends=["farandole"])
+def each_element_is_written_once(world: World) -> None:
+    for stage in range(NUM_STAGES):
+        metadata = dcp.FileSystemReader(FOLDER / f"stage{stage}-3").read_metadata()
+        for name, entry in metadata.state_dict_metadata.items():
+            if name == "about":
+                continue
+            counts = torch.zeros(entry.size, dtype=torch.int32)
+            for chunk in entry.chunks:
+                counts[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+            assert bool((counts == 1).all()), name
+        assert "model.head.weight" not in metadata.state_dict_metadata  # it is that of the embedding
+        assert "optimizer.state.embedding.weight.exp_avg" in metadata.state_dict_metadata
+
+
+@check(1, backends=["farandole"])
+def torchs_own_tools_read_it(world: World) -> None:
+    dcp_to_torch_save(FOLDER / "stage3-3", FOLDER / "plain.pt")
+    plain = torch.load(FOLDER / "plain.pt", weights_only=False)
+    wanted = torch.load(FOLDER / "weights3-3.pt")
+    found = {}
+
+    def flatten(prefix: str, values: dict) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                flatten(f"{prefix}{key}.", value)
+            else:
+                found[f"{prefix}{key}"] = value
+
+    flatten("", plain)
+    for name, one in wanted.items():
+        if name != "head.weight":
+            assert bits(found[f"model.{name}"]) == one, name
+
+
+@check(1, 2, 3, backends=["farandole"])
+def weights_for_others(world: World) -> None:
+    for stage in range(NUM_STAGES):
+        model, optimizer = make(world, stage, seed=0)
+        train(model, optimizer, range(1))
+        path = folder(world, f"export{stage}") / "weights.safetensors"
+        export_weights(path, model)
+        dist.barrier(world.group)
+        wanted = weights(model)
+        with safe_open(path, "pt") as file:
+            assert set(file.keys()) == set(wanted)
+            assert json.loads(file.metadata()["aliases"]) == {"head.weight": "embedding.weight"}
+            for name in file.keys():  # noqa: SIM118
+                assert bits(file.get_tensor(name)) == wanted[name]
+
+
+@check(2, 3, backends=["farandole"])
+def optimizers_of_all_kinds(world: World) -> None:
+    kinds = [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+        (torch.optim.Adam, {"lr": torch.tensor(0.01), "amsgrad": True, "foreach": False}),
+        (torch.optim.Adagrad, {"lr": 0.01}),
+    ]
+    for kind, options in kinds:
+        for stage in (0, 2, 3):
+            model, optimizer = make(world, stage, 0, kind, **options)
+            train(model, optimizer, range(2))
+            path = folder(world, "kinds")
+            save_checkpoint(path, model, optimizer)
+            train(model, optimizer, range(2, 4))
+            again, its_optimizer = make(world, 3 - stage if stage != 2 else 1, 1, kind, **options)
+            load_checkpoint(path, again, its_optimizer)
+            train(again, its_optimizer, range(2, 4))
+            assert weights(again) == weights(model), (kind, stage)
+
+
+@check(1, 2, 3, backends=["farandole"])
+def sixteen_bit_parameters_with_masters(world: World) -> None:
+    def made(stage: int, seed: int):
+        model = DataParallel(network(seed).bfloat16(), group=world.group, reproducible=True)
+        return model, ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-4)
+
+    def go(model, optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(batch(0, step).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = made(1, 0)
+    go(model, optimizer, range(3))
+    save_checkpoint(folder(world, "masters"), model, optimizer)
+    go(model, optimizer, range(3, 9))
+    again, its_optimizer = made(2, 1)
+    load_checkpoint(folder(world, "masters"), again, its_optimizer)
+    go(again, its_optimizer, range(3, 9))
+    assert weights(again) == weights(model)
+
+
+@check(2, 3)
+def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
+    path = folder(world, "plain")
+    model = DataParallel(network(), group=world.group)
+    optimizer = ADAM(model.parameters())
+    save_checkpoint(path, model)
+
+    def said(other: nn.Module, its_optimizer=None, kind=CheckpointError, where: Path = path) -> str:
+        text = refusal(lambda: load_checkpoint(where, other, its_optimizer), kind)
+        assert len(set(world.all_of(text))) == 1
+        return text
+
+    deeper = network()
+    deeper.append(nn.Linear(5, 1))
+    narrower = network()
+    narrower[4] = nn.Linear(7, 3)
+    assert said(DataParallel(deeper, group=world.group)) == (
+        "the checkpoint is of another model: it lacks 'model.5.bias', 'model.5.weight'"
+    )
+    shallower = FullyShardedParallel(network()[:4], group=world.group)
+    assert said(shallower) == (
+        "the checkpoint is of another model: it has 'model.4.bias', 'model.4.weight', which the model has not"
+    )
+    assert said(DataParallel(narrower, group=world.group)) == (
+        "'model.4.weight' is of shape (5, 7) in the checkpoint, (3, 7) in the model"
+    )
+    assert said(model, optimizer) == "the checkpoint was saved without an optimizer; load it without one"
+    assert said(model, where=FOLDER / "nowhere") == f"there is no checkpoint in '{FOLDER}/nowhere'"
+    if world.rank == 0:
+        (FOLDER / f"spoiled{world.size}").mkdir(exist_ok=True)
+        (FOLDER / f"spoiled{world.size}" / ".metadata").write_bytes(b"not this")
+    dist.barrier(world.group)
+    assert "cannot be read" in said(model, where=FOLDER / f"spoiled{world.size}")
+    two_groups = ADAM([{"params": list(model.parameters())[:1]}, {"params": list(model.parameters())[1:]}])
+    save_checkpoint(path, model, optimizer)
+    assert said(model, two_groups) == (
+        "the optimizer has 2 groups, the checkpoint 1, and group 0 is not of the same parameters; make the groups that "
+        "were saved"
+    )
+    stranger = ADAM(network().parameters())
+    assert "make it from model.parameters()" in said(model, stranger, ArgumentError)
+    zero_model = DataParallel(network(), group=world.group)
+    zero = ZeroOptimizer(zero_model, torch.optim.AdamW, lr=0.1)
+    assert said(zero_model, None, ArgumentError) == ("the parameters are sharded by a ZeroOptimizer; give that, too")
+    assert said(model, zero, ArgumentError) == "the ZeroOptimizer is that of another model"
+    assert "it must be a DataParallel or a FullyShardedParallel" in refusal(
+        lambda: save_checkpoint(path, network()), ArgumentError
+    )
+
+
+@check(2, backends=["farandole"])
+def a_save_that_fails_leaves_the_one_before(world: World) -> None:
+    path = folder(world, "stays")
+    model = DataParallel(network(), group=world.group)
+    save_checkpoint(path, model, extra={"number": 1})
+    text = refusal(
+        lambda: save_checkpoint(path, model, extra={"number": {1, 2} if world.rank == 0 else 2}),
+        ArgumentError if world.rank == 0 else CheckpointError,
+    )
+    assert "must be values that JSON knows" in text
+    assert load_checkpoint(path, model) == {"number": 1}
+    blocked = FOLDER / "a file"
+    blocked.write_text("")
+    dist.barrier(world.group)
+    text = refusal(lambda: save_checkpoint(blocked / "checkpoint", model), CheckpointError)
+    assert str(blocked) in text
+
+
+# --- Boxes ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.data())
+def test_boxes_are_the_elements_in_their_order(sizes, data):
+    shape = torch.Size(sizes)
+    start = data.draw(st.integers(0, shape.numel()))
+    stop = data.draw(st.integers(start, shape.numel()))
+    numbers = torch.arange(shape.numel()).view(shape)
+    found = []
+    for offsets, extent, first in boxes_of(shape, start, stop):
+        box = numbers[tuple(slice(a, a + n) for a, n in zip(offsets, extent, strict=True))]
+        assert box.shape == extent
+        assert box.numel()
+        assert box.reshape(-1)[0] == first
+        found += box.reshape(-1).tolist()
+    assert found == list(range(start, stop))
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=6), st.integers(1, 9))
+def test_pieces_of_all_ranks_are_all_elements(shapes, world_size):
+    layout = Layout(map(torch.Size, shapes), world_size)
+    found = [set() for _ in shapes]
+    for rank in range(world_size):
+        for piece in layout.pieces(rank):
+            place = layout.places[piece.tensor]
+            assert rank * layout.part_numel + piece.offset == place.start + piece.start
+            own = set(range(piece.start, piece.stop))
+            assert own
+            assert not own & found[piece.tensor]
+            found[piece.tensor] |= own
+    assert found == [set(range(torch.Size(shape).numel())) for shape in shapes]
+
+
+# --- Running them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHECKPOINTS", str(tmp_path_factory.mktemp("checkpoints")))
+        yield training_worlds.run(__name__)
+
+
+@pytest.mark.parametrize("name", check.names())
+def test_on_ranks(outcomes, name):
+    assert outcomes[name] == ""
+
+
+@pytest.mark.parametrize("earlier", [("2", "2"), ("0", "1")])
+def test_a_training_goes_on_elsewhere_to_the_same_bits(tmp_path, earlier):
+    """That of examples/train_text.py: stopped at one stage, it goes on with three ranks at stage 3."""
+
+    def run(stage: str, ranks: str, steps: int, folder: str) -> None:
+        example = Path(__file__).parent.parent / "examples" / "train_text.py"
+        command = [sys.executable, "-m", "farandole", "run", "-n", ranks, str(example), "--stage", stage]
+        small = ["--width", "16", "--depth", "2", "--batch", "4", "--context", "16", "--folder", str(tmp_path / folder)]
+        result = subprocess.run(
+            [*command, *small, "--steps", str(steps)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env=jobs.environment_with({}),
+        )
+        assert result.returncode == 0, result.stderr
+
+    run("0", "1", 6, "alone")
+    stage, ranks = earlier
+    run(stage, ranks, 3, "moved")
+    run("3", "3", 6, "moved")
+    losses = [json.loads((tmp_path / name / "losses.json").read_text()) for name in ("alone", "moved")]
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
+    assert (tmp_path / "moved" / "loss.png").stat().st_size > 1000

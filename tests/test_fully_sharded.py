@@ -1,0 +1,435 @@
+"""Fully sharded training: against one process, against the other stages, and against torch's own."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+
+import pytest
+import torch
+import training_worlds
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from training_worlds import Checks, Mixed, Reference, World, batch, bits, network, refusal
+
+from farandole.errors import ArgumentError
+from farandole.training import (
+    DataParallel,
+    FullyShardedParallel,
+    NotGatheredError,
+    UnusedParametersError,
+    ZeroOptimizer,
+    clip_grad_norm_,
+)
+
+check = Checks()
+ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def squares(outputs: Tensor) -> Tensor:
+    return (outputs.float() ** 2).mean()
+
+
+def same_bits(model: FullyShardedParallel, expected: nn.Module) -> None:
+    state, wanted = model.state_dict(), expected.state_dict()
+    assert list(state) == list(wanted)
+    for name, one in wanted.items():
+        assert bits(state[name]) == bits(one), name
+
+
+def require_released(model: FullyShardedParallel) -> None:
+    """No rank has more than its part."""
+    for unit in model.units:
+        for flat in unit.flats:
+            assert all(one.untyped_storage().nbytes() == 0 for one in flat.whole), unit.name
+
+
+# --- The right weights -----------------------------------------------------------------------------------------------
+
+
+@check(1, 2, 3, 4)
+def random_modules_are_trained_as_by_one_process(world: World) -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        module = Mixed(seed)
+        reference = Reference(copy.deepcopy(module), world.size, ADAM)
+        model = FullyShardedParallel(module, group=world.group, unused="zeros", reproducible=True)
+        optimizer = ADAM(model.parameters())
+        for step in range(4):
+            for turn in range(rng.randint(1, 2)):
+                order = rng.sample(range(6), 6)[: rng.randint(1, 6)]
+                only_here = rng.random() < 0.3
+                for rank in range(world.size):
+                    inputs = batch(rank, 10 * step + turn)
+                    reference.backward(rank, lambda one, inputs=inputs, order=order: squares(one(inputs, order)))
+                inputs = batch(world.rank, 10 * step + turn)
+                if only_here:
+                    with model.no_sync():
+                        squares(model(inputs, order)).backward()
+                squares(model(inputs, order)).backward()
+                if only_here:
+                    for rank in range(world.size):
+                        inputs = batch(rank, 10 * step + turn)
+                        reference.backward(rank, lambda one, inputs=inputs, order=order: squares(one(inputs, order)))
+                reference.sum()
+                require_released(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step()
+        same_bits(model, reference.module)
+
+
+@check(2, 3, 4)
+def all_stages_give_the_same_bits(world: World) -> None:
+    states = []
+    for stage in range(4):
+        module = network()
+        if stage == 3:
+            model = FullyShardedParallel(module, group=world.group, reproducible=True)
+            optimizer = ADAM(model.parameters())
+        else:
+            model = DataParallel(module, group=world.group, reproducible=True, bucket_bytes=200)
+            optimizer = (
+                ZeroOptimizer(model, partial(torch.optim.AdamW), stage=stage, lr=0.01, weight_decay=0.1)
+                if (stage)
+                else ADAM(model.parameters())
+            )
+        for step in range(50):
+            optimizer.zero_grad()
+            squares(model(batch(world.rank, step))).backward()
+            optimizer.step()
+        states.append({name: bits(one) for name, one in model.state_dict().items()})
+    assert states[0] == states[1] == states[2] == states[3]
+
+
+@check(2, 4)
+def it_is_as_torchs_own(world: World) -> None:
+    ours, theirs = network(), network()
+    model = FullyShardedParallel(ours, group=world.group)
+    mesh = DeviceMesh.from_group(world.group, "cpu")
+    for layer in (theirs[0], theirs[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    optimizers = ADAM(model.parameters()), ADAM(theirs.parameters())
+    for step in range(20):
+        for one, optimizer in zip((model, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            squares(one(batch(world.rank, step))).backward()
+            optimizer.step()
+    with model.gathered():
+        for name, one in theirs.named_parameters():
+            torch.testing.assert_close(ours.get_parameter(name), one.full_tensor(), rtol=1e-5, atol=1e-6)
+
+
+class LowRank(nn.Module):
+    """A frozen layer, and a small one that is trained beside it; the weights of the frozen one are needed after all
+    gradients of the small one are there."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(width, 2, bias=False)
+        self.up = nn.Linear(2, width, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.base(inputs)) + self.up(self.down(inputs))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[nn.Module], is_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10)
+        self.layers = nn.ModuleList(layers)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.first(inputs)
+        for layer in self.layers:
+            if self.is_reentrant is None:
+                values = layer(values)
+            else:
+                values = checkpoint(layer, values, use_reentrant=self.is_reentrant)
+        return values
+
+
+@check(1, 2, 3)
+def frozen_layers_under_checkpoints(world: World) -> None:
+    for is_reentrant in (None, False, True):
+        torch.manual_seed(0)
+        module = Stack([LowRank(10) for _ in range(3)], is_reentrant)
+        reference = Reference(copy.deepcopy(module), world.size, ADAM)
+        flags = {name: one.requires_grad for name, one in module.named_parameters()}
+        model = FullyShardedParallel(module, group=world.group, reproducible=True)
+        for name, one in model.named_parameters():
+            assert one.requires_grad == flags[name], name
+        optimizer = ADAM(model.parameters())
+        for step in range(5):
+            for rank in range(world.size):
+                reference.backward(rank, lambda one, rank=rank, step=step: squares(one(batch(rank, step))))
+            reference.sum()
+            reference.step()
+            squares(model(batch(world.rank, step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_bits(model, reference.module)
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM keeps a list of its parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(10, 10, batch_first=True) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs, _ = layer(inputs)
+        return inputs
+
+
+@check(2)
+def modules_that_keep_parameters_elsewhere_too(world: World) -> None:
+    torch.manual_seed(0)
+    module = Recurrent()
+    reference = Reference(copy.deepcopy(module), world.size, SGD)
+    model = FullyShardedParallel(module, group=world.group)
+    optimizer = SGD(model.parameters())
+    for step in range(3):
+        for rank in range(world.size):
+            reference.backward(rank, lambda one, rank=rank, step=step: squares(one(batch(rank, step)[None])))
+        reference.sum()
+        reference.step()
+        squares(model(batch(world.rank, step)[None])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_bits(model, reference.module)
+
+
+@check(2, 3)
+def units_in_containers_used_twice_and_forwards_in_advance(world: World) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)])
+
+        def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            first, second = self.layers
+            return {"a": first(torch.tanh(second(first(inputs["x"])))), "b": second(inputs["x"])}
+
+    torch.manual_seed(0)
+    module = Twice()
+    reference = Reference(copy.deepcopy(module), world.size, SGD)
+    model = FullyShardedParallel(module, group=world.group, reproducible=True)
+    optimizer = SGD(model.parameters())
+
+    def loss_of(one: nn.Module, rank: int, step: int) -> Tensor:
+        before, after = one({"x": batch(rank, step)}), one({"x": batch(rank, step + 100)})
+        return squares(before["a"]) + squares(after["b"]) + squares(after["a"])
+
+    for step in range(4):
+        for rank in range(world.size):
+            reference.backward(rank, lambda one, rank=rank, step=step: loss_of(one, rank, step))
+        reference.sum()
+        reference.step()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # the new weights are used
+            outputs = model({"x": batch(0, step)})["a"]
+            assert bits(outputs) == bits(reference.module({"x": batch(0, step)})["a"])
+        require_released(model)
+    same_bits(model, reference.module)
+
+
+@check(2, 4)
+def sixteen_bits_are_gathered_and_32_are_kept(world: World) -> None:
+    model = FullyShardedParallel(network(), group=world.group, param_dtype=torch.bfloat16)
+    alone = network()
+    optimizers = SGD(model.parameters(), lr=0.01), SGD(alone.parameters(), lr=0.01)
+    seen = []
+    model.module[0].register_forward_pre_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    for step in range(10):
+        squares(model(batch(world.rank, step))).backward()
+        squares(alone(torch.cat([batch(rank, step) for rank in range(world.size)]))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert set(seen) == {torch.bfloat16}
+    state = model.state_dict()
+    for name, one in alone.state_dict().items():
+        assert state[name].dtype == torch.float32
+        torch.testing.assert_close(state[name], one, rtol=0.02, atol=0.02)
+    assert any(bits(one.bfloat16()) != bits(one) for one in state.values())  # finer than what travels
+
+
+def sent(world: World) -> int:
+    return sum(one.bytes_sent for one in world.group.communicator.stats())
+
+
+@check(2, 3, 4, backends=["farandole"])
+def three_quarters_of_two_all_reduces_travel(world: World) -> None:
+    for param_dtype, size in ((None, 4), (torch.bfloat16, 2)):
+        layers = [nn.Linear(10, 10) for _ in range(5)]
+        model = FullyShardedParallel(Stack(layers), group=world.group, param_dtype=param_dtype)
+        optimizer = SGD(model.parameters())
+        for step in range(3):
+            before = sent(world)
+            squares(model(batch(world.rank, step))).backward()
+            now = sent(world) - before
+            optimizer.step()
+        part = -(-110 // world.size) * size
+        # Of six layers, one is in no unit, and one is the last: these are gathered once.
+        gathered = (2 * 6 - 2) * part * (world.size - 1)
+        scattered = 6 * part * (world.size - 1)
+        told = now - gathered - scattered
+        assert 0 < told < 200 * (world.size - 1), (now, gathered, scattered)
+
+
+# --- Whole parameters ------------------------------------------------------------------------------------------------
+
+
+@check(1, 2, 3)
+def a_parameter_that_is_not_gathered_is_refused_in_every_use(world: World) -> None:
+    model = FullyShardedParallel(network(), group=world.group)
+    layer = model.module[0]
+    for use in (
+        lambda one: one + 1,
+        lambda one: 2 * one,
+        lambda one: torch.ones(3) * one,
+        lambda one: one.sum(),
+        lambda one: one[0],
+        lambda one: torch.nn.functional.linear(batch(0, 0), one),
+        lambda one: one @ one,
+        lambda one: len(one),
+        lambda one: one.shape,
+    ):
+        text = refusal(lambda use=use: use(layer.weight), NotGatheredError)
+        assert text == (
+            "'0.weight' is sharded, and whole only while its module computes; use it in a forward that the wrapped "
+            "model calls, or within `with model.gathered():`"
+        )
+    with model.gathered():
+        assert layer.weight.shape == (17, 10)
+        layer.weight.fill_(world.rank)  # each rank keeps its own part
+    values = model.state_dict()["0.weight"].flatten().tolist()
+    assert values == sorted(values)
+    assert set(values) == set(range(world.size))
+
+
+@check(1, 2, 3)
+def states_are_whole_on_every_rank(world: World) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, 3)
+            self.head = nn.Linear(3, 7, bias=False)
+            self.head.weight = self.embedding.weight
+            self.nothing = nn.Parameter(torch.zeros(0, 2))
+            self.register_buffer("kept", torch.arange(3.0))
+            self.register_buffer("not_kept", torch.ones(2), persistent=False)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embedding(tokens)) + self.nothing.sum()
+
+    module = Tied()
+    wanted = {name: one.clone() for name, one in module.state_dict().items()}
+    model = FullyShardedParallel(module, group=world.group)
+    state = model.state_dict()
+    assert state.keys() == wanted.keys()
+    world.require_same(state.values())
+    other = FullyShardedParallel(Tied(), group=world.group)
+    assert not torch.equal(other.state_dict()["head.weight"], state["head.weight"])
+    other.load_state_dict(state)
+    assert {name: bits(one) for name, one in other.state_dict().items()} == {
+        name: bits(one) for name, one in state.items()
+    }
+    text = refusal(lambda: other.load_state_dict({**state, "more": state["kept"]}), RuntimeError)
+    assert "more" in text
+    text = refusal(lambda: other.load_state_dict(state, assign=True), ArgumentError)
+    assert text == "assign=True; sharded parameters are copied into: leave it out"
+
+
+# --- Wrong calls, and what goes wrong --------------------------------------------------------------------------------
+
+
+@check(2, 3)
+def unused_parameters_are_named_on_every_rank(world: World) -> None:
+    model = FullyShardedParallel(Stack([nn.Linear(10, 10), nn.Linear(10, 10)]), group=world.group)
+    model.module.layers = model.module.layers[:1]
+    text = refusal(lambda: squares(model(batch(0, 0))).backward(), UnusedParametersError)
+    assert "'layers.1.weight' on all ranks, 'layers.1.bias' on all ranks" in text
+    require_released(model)
+
+
+@check(2)
+def what_makes_no_sense_is_refused(world: World) -> None:
+    wrap = partial(FullyShardedParallel, group=world.group)
+    assert refusal(lambda: wrap(network(), units=nn.LSTM), ArgumentError) == "the module has none of units=LSTM"
+    assert refusal(lambda: wrap(network(), param_dtype=torch.int8), ArgumentError) == (
+        "param_dtype=torch.int8; it must be torch.bfloat16, torch.float16 or None"
+    )
+    model = wrap(network())
+    assert refusal(lambda: clip_grad_norm_(model, -1), ArgumentError) == (
+        "max_norm=-1, norm_type=2.0; they must be at least 0 and above 0"
+    )
+    with pytest.raises(ValueError, match="empty parameter"):
+        SGD(model.module.parameters())  # these are with the wrapper
+
+
+@check(2, 3)
+def a_step_after_one_that_failed(world: World) -> None:
+    class Fails(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            if self.fails:
+                raise ZeroDivisionError("on purpose")
+            return values
+
+    fails = Fails()
+    fails.fails = False
+    module = Stack([nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), fails)])
+    model = FullyShardedParallel(module, units=(nn.Linear, nn.Sequential), group=world.group)
+    reference = copy.deepcopy(model.state_dict())
+    squares(model(batch(0, 0))).backward()
+    fails.fails = True
+    refusal(lambda: model(batch(0, 0)), ZeroDivisionError)
+    fails.fails = False
+    require_released(model)
+    for one in model.parameters():
+        one.grad = None
+    squares(model(batch(0, 0))).backward()
+    world.require_same(list(reference.values()))
+
+
+@check(1, 2, 4)
+def clipping_by_global_norm(world: World) -> None:
+    for norm_type in (1.0, 2.0, float("inf")):
+        model = FullyShardedParallel(network(), group=world.group)
+        alone = network()
+        squares(model(batch(0, 0))).backward()
+        squares(alone(batch(0, 0))).backward()
+        norm = clip_grad_norm_(model, 0.1, norm_type)
+        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(norm.float(), wanted)
+        pieces = {one.name: one for one in model.holdings()}
+        for name, one in alone.named_parameters():
+            if name in pieces:
+                piece = pieces[name]
+                torch.testing.assert_close(piece.value.grad, one.grad.flatten()[piece.start : piece.stop])
+
+
+# --- Running them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return training_worlds.run("test_fully_sharded")
+
+
+@pytest.mark.parametrize("name", check.names())
+def test_fully_sharded(found: dict[str, str], name: str) -> None:
+    assert found[name] == ""
