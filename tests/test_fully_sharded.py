@@ -24,6 +24,7 @@ from farandole.training import (
     ZeroOptimizer,
     clip_grad_norm_,
 )
+from farandole.training.layout import Layout
 
 check = Checks()
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -282,7 +283,7 @@ def three_quarters_of_two_all_reduces_travel(world: World) -> None:
             squares(model(batch(world.rank, step))).backward()
             now = sent(world) - before
             optimizer.step()
-        part = -(-110 // world.size) * size
+        part = Layout([torch.Size((10, 10)), torch.Size((10,))], world.size).part_numel * size
         # Of six layers, one is in no unit, and one is the last: these are gathered once.
         gathered = (2 * 6 - 2) * part * (world.size - 1)
         scattered = 6 * part * (world.size - 1)

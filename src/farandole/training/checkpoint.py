@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,15 +55,14 @@ def save_checkpoint(
     partial, before = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.before")
     state = State(model, optimizer)
     group = model.group
-    names = _merged(_on_all_ranks(group, state.names_in_groups))
 
     def prepare() -> dict[str, Any]:
         if group.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        return state.to_save(names, extra or {})
+        return state.to_save(extra or {})
 
-    saved = _on_this_rank(group, prepare)
+    saved = _on_all_ranks(group, prepare)
     dcp.save(saved, checkpoint_id=partial, process_group=group)
 
     def replace() -> None:
@@ -74,7 +73,7 @@ def save_checkpoint(
             partial.rename(path)
             shutil.rmtree(before, ignore_errors=True)
 
-    _on_this_rank(group, replace)
+    _on_all_ranks(group, replace)
 
 
 def load_checkpoint(
@@ -96,10 +95,9 @@ def load_checkpoint(
     """
     group = model.group
     state = State(model, optimizer)
-    names = _merged(_on_all_ranks(group, state.names_in_groups))
-    goals = _on_this_rank(group, lambda: state.to_load(_metadata_of(Path(path))))
+    goals = _on_all_ranks(group, lambda: state.to_load(_metadata_of(Path(path))))
     dcp.load(goals, checkpoint_id=path, process_group=group)
-    return state.have_loaded(goals, names)
+    return state.have_loaded(goals)
 
 
 def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel) -> None:
@@ -130,7 +128,7 @@ def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel)
             save_file(contents, partial, metadata={"format": "pt", "aliases": json.dumps(model.aliases)})
             partial.replace(path)
 
-    _on_this_rank(model.group, write)
+    _on_all_ranks(model.group, write)
 
 
 def _metadata_of(path: Path) -> Metadata:
@@ -142,37 +140,22 @@ def _metadata_of(path: Path) -> Metadata:
         raise CheckpointError(f"{str(path / '.metadata')!r} cannot be read: {error}") from error
 
 
-def _merged(said: Sequence[list[list[str]]]) -> list[list[str]]:
-    """The names that any rank has in each group."""
-    return [list(dict.fromkeys(name for names in one for name in names)) for one in zip(*said, strict=True)]
-
-
-def _on_this_rank(group: dist.ProcessGroup, function: Callable[[], _T]) -> _T:
-    """What ``function`` returns here, once it has on every rank."""
-    results: list[_T] = []
-
-    def call() -> None:
-        results.append(function())
-
-    _on_all_ranks(group, call)
-    return results[0]
-
-
-def _on_all_ranks(group: dist.ProcessGroup, function: Callable[[], _T]) -> list[_T]:
-    """What ``function`` returns on each rank; if it raises an error that users are to see on any, all raise."""
+def _on_all_ranks(group: dist.ProcessGroup, function: Callable[[], _T]) -> _T:
+    """What ``function`` returns here, once it has on every rank; an error that users are to see on any is raised on
+    all."""
     problem: Exception | None = None
-    value: _T | None = None
+    results: list[_T] = []
     try:
-        value = function()
+        results.append(function())
     except (ArgumentError, CheckpointError) as error:
         problem = error
     except OSError as error:
         problem = CheckpointError(str(error))
     said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, (str(problem) if problem else "", value), group=group)
+    dist.all_gather_object(said, str(problem) if problem else "", group=group)
     if problem:
         raise problem
-    for rank, (text, _) in enumerate(said):
+    for rank, text in enumerate(said):
         if text:
             raise CheckpointError(f"rank {rank}: {text}")
-    return [one for _, one in said]
+    return results[0]

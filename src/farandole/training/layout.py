@@ -91,13 +91,15 @@ class Layout:
         return flat[rank * self.part_numel : (rank + 1) * self.part_numel]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What the part of a rank holds; tensors that have nothing there are left out."""
+        """What the part of a rank holds of each tensor, in their order; perhaps nothing."""
         begin, end = rank * self.part_numel, (rank + 1) * self.part_numel
         found = []
         for index, place in enumerate(self.places):
             start, stop = max(place.start, begin), min(place.stop, end)
             if start < stop:
                 found.append(Piece(index, start - place.start, stop - place.start, start - begin))
+            else:
+                found.append(Piece(index, 0, 0, 0))
         return found
 
 

@@ -78,7 +78,7 @@ class FlatShard:
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
 
     def holdings(self) -> Iterator[Holding]:
-        """Of the parameters that have a piece here."""
+        """Of each parameter."""
         for piece, value in zip(self.pieces, self.values, strict=True):
             shape = self.layout.places[piece.tensor].shape
             yield Holding(self.names[piece.tensor], shape, piece.start, piece.stop, value)
@@ -97,7 +97,7 @@ class FlatShard:
     def deliver(self, has_gradient: Sequence[bool]) -> None:
         """Give the pieces of those tensors their gradients, as they lie in ``gradient``."""
         for piece, value in zip(self.pieces, self.values, strict=True):
-            if has_gradient[piece.tensor]:
+            if has_gradient[piece.tensor] and value.numel():
                 value.grad = piece.view(self.gradient)
 
 

@@ -57,7 +57,7 @@ class State:
         self._model = model
         self._optimizer = optimizer
         self._pieces: list[Holding] = []
-        self._sharded: dict[str, torch.Size] = {}  # of which a rank has a piece, or none
+        self._sharded: dict[str, torch.Size] = {}
         sharding = optimizer if isinstance(optimizer, ZeroOptimizer) else model
         if not isinstance(sharding, DataParallel):
             self._pieces, self._sharded = list(sharding.holdings()), sharding.sharded_shapes()
@@ -71,32 +71,22 @@ class State:
         wholes = [Holding(name, one.shape, 0, one.numel(), one) for name, one in self._wholes.items()]
         return self._pieces + wholes
 
-    def names_in_groups(self) -> list[list[str]]:
-        """Of the optimizer's parameters, per group; where parameters are sharded, of those that have a piece here.
-
-        Raises:
-            ArgumentError: a parameter is not the model's.
-        """
-        if self._optimizer is None:
-            return []
-        if isinstance(self._optimizer, ZeroOptimizer):
-            return self._optimizer.names_in_groups
+    def _names_in_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         names = {id(one.value): one.name for one in self._of_optimizer()}
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             if strange := [tuple(one.shape) for one in group["params"] if id(one) not in names]:
                 raise ArgumentError(
                     f"the optimizer has a parameter of shape {strange[0]} that is not the model's; make it from "
                     f"model.parameters(), after the model is wrapped"
                 )
-        return [[names[id(one)] for one in group["params"]] for group in self._optimizer.param_groups]
+        return [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def to_save(self, names: Sequence[Sequence[str]], extra: Mapping[str, Any]) -> dict[str, Any]:
+    def to_save(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What goes into a checkpoint.
 
         Args:
-            names: those of all ranks in the optimizer's groups.
             extra: what the user adds.
 
         Raises:
@@ -109,18 +99,20 @@ class State:
                 for key, value in self._optimizer.state.get(holding.value, {}).items():
                     if value is not None:
                         state[f"optimizer.state.{holding.name}.{key}"] = _saved(holding, key, value)
-        if self._model.group.rank() == 0:  # ranks may differ in these; and empty parameters have no pieces
-            empty = {name: torch.empty(shape) for name, shape in self._sharded.items() if shape.numel() == 0}
-            state |= {f"model.{name}": one for name, one in {**self._buffers, **empty}.items()}
-            state[_ABOUT] = self._about(names, extra)
+        about = self._about(extra)
+        if self._model.group.rank() == 0:  # ranks may differ in these
+            state |= {f"model.{name}": one for name, one in self._buffers.items()}
+            state[_ABOUT] = about
         return state
 
-    def _about(self, names: Sequence[Sequence[str]], extra: Mapping[str, Any]) -> str:
+    def _about(self, extra: Mapping[str, Any]) -> str:
         about: dict[str, Any] = {"extra": dict(extra), "aliases": self._model.aliases, "groups": None}
         if self._optimizer is not None:
             about["groups"] = [
                 {"params": list(some), **{key: _plain(value) for key, value in group.items() if key != "params"}}
-                for group, some in zip(self._optimizer.param_groups, names, strict=True)
+                for group, some in zip(
+                    self._optimizer.param_groups, self._names_in_groups(self._optimizer), strict=True
+                )
             ]
         try:
             return json.dumps(about)
@@ -169,25 +161,25 @@ class State:
                     f"{key!r} is of shape {tuple(known[key].size)} in the checkpoint, {tuple(shape)} in the model"
                 )
 
-    def have_loaded(self, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def have_loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Hand on what was read; returns what the user had added.
 
         Args:
             state: as `to_load` has made it, filled.
-            names: those of all ranks in the optimizer's groups.
 
         Raises:
+            ArgumentError: the optimizer has a parameter that is not the model's.
             CheckpointError: the optimizer had other groups.
         """
         about = json.loads(state[_ABOUT])
         if self._optimizer is not None:
-            self._take_groups(about["groups"], names)
+            self._take_groups(self._optimizer, about["groups"])
         if isinstance(self._optimizer, ZeroOptimizer):
             self._optimizer.gather()
         return dict(about["extra"])
 
-    def _take_groups(self, saved: Sequence[Mapping[str, Any]] | None, names: Sequence[Sequence[str]]) -> None:
-        assert self._optimizer is not None
+    def _take_groups(self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
+        names = self._names_in_groups(optimizer)
         if saved is None:
             raise CheckpointError("the checkpoint was saved without an optimizer; load it without one")
         known = {name for name in self._model.gradient_sync.names if self._shape_of(name).numel()}  # what is stepped
@@ -200,7 +192,7 @@ class State:
                 f"the optimizer has {len(now)} groups, the checkpoint {len(was)}, and group {where} is not of the same "
                 f"parameters; make the groups that were saved"
             )
-        for group, one in zip(self._optimizer.param_groups, saved, strict=True):
+        for group, one in zip(optimizer.param_groups, saved, strict=True):
             for key, value in one.items():
                 before = group.get(key)
                 if isinstance(before, Tensor):

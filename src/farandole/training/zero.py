@@ -53,7 +53,6 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     Attributes:
         model: whose parameters these are.
-        names_in_groups: of the parameters of each group, on any rank.
 
     Raises:
         ArgumentError: the model is none of `DataParallel`, a parameter is missing or not the model's, or the stage is
@@ -82,11 +81,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         _require_all(groups, model)
         self._shards = _Shards(model, stage)
         names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
-        self.names_in_groups = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
+        names_in_groups = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
         values = {one.name: one.value for one in self.holdings()}
         sharded = [
             {**group, "params": [values[name] for name in some if name in values]}
-            for group, some in zip(groups, self.names_in_groups, strict=True)
+            for group, some in zip(groups, names_in_groups, strict=True)
         ]
         self._inner = optimizer_class(sharded, **defaults)
         super().__init__(self._inner.param_groups, self._inner.defaults)
