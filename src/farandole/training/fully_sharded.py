@@ -153,6 +153,7 @@ class FullyShardedParallel(Wrapper):
         """That of the module."""
         if self._param_dtype is not None:
             args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
+        self.gradient_sync.settle()
         for_backward = torch.is_grad_enabled()
         if for_backward and self.training:
             self.share_buffers()
