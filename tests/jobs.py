@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -49,12 +50,15 @@ def environment_of(name: str, *others: str) -> Path:
     """The bin folder of a virtual environment with that package, those others, and what this one has."""
     pinned = versions()
     path = ROOT / "build" / f"{name}-{pinned[name]}-{sysconfig.get_python_version()}"
-    if not (path / "ready").exists():
-        shutil.rmtree(path, ignore_errors=True)
-        venv.create(path, with_pip=True, symlinks=True)
-        packages = [f"{one}=={pinned[one]}" for one in (*others, name)]
-        subprocess.run([path / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True)
-        (path / "ready").touch()
+    path.parent.mkdir(exist_ok=True)
+    with (path.parent / f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
+        if not (path / "ready").exists():
+            shutil.rmtree(path, ignore_errors=True)
+            venv.create(path, with_pip=True, symlinks=True)
+            packages = [f"{one}=={pinned[one]}" for one in (*others, name)]
+            subprocess.run([path / "bin" / "python", "-m", "pip", "install", "--quiet", *packages], check=True)
+            (path / "ready").touch()
     own = Path(sysconfig.get_path("purelib"))
     site = path / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (site / "own.pth").write_text(f"import site; site.addsitedir({str(own)!r})\n")
