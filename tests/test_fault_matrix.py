@@ -170,7 +170,8 @@ def check_report(report: tuple, phase: str, death: str, victim: int, what: str) 
     kind, text, _ = report
     if phase == "before init":
         assert kind == "RendezvousError", what
-        assert f"have not joined: {victim}" in text, what
+        missing = text.partition("have not joined: ")[2].split(", ")
+        assert str(victim) in missing, what  # on a busy machine another may be late, too
     elif death == "SIGSTOP":
         assert kind == "CollectiveTimeoutError", what
         assert f"rank {victim}" in text, what
