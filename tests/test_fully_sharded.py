@@ -17,6 +17,7 @@ from training_worlds import Checks, Mixed, Reference, World, batch, bits, networ
 
 from farandole.errors import ArgumentError
 from farandole.training import (
+    CheckpointError,
     DataParallel,
     FullyShardedParallel,
     NotGatheredError,
@@ -349,6 +350,22 @@ def states_are_whole_on_every_rank(world: World) -> None:
     assert {name: bits(one) for name, one in other.state_dict().items()} == {
         name: bits(one) for name, one in state.items()
     }
+    third = FullyShardedParallel(Tied(), group=world.group)
+    whole = {name: one.clone() for name, one in state.items()} if world.rank == 0 else None
+    third.load_state_dict(whole)
+    assert {name: bits(one) for name, one in third.state_dict().items()} == {
+        name: bits(one) for name, one in state.items()
+    }
+    if world.size > 1:
+        for change, said in (
+            ({"more": torch.ones(1)}, "the state_dict lacks [], and has ['more'], which the model has not"),
+            ({"kept": torch.ones(4)}, "'kept' is of shape (4,) there, (3,) in the model"),
+        ):
+            wrong = None if whole is None else {**whole, **change}
+            assert refusal(lambda wrong=wrong: third.load_state_dict(wrong), CheckpointError) == said
+        only_last = state if world.rank == world.size - 1 else None
+        text = refusal(lambda: third.load_state_dict(only_last), CheckpointError)
+        assert text == "rank 0 has no state_dict; it must have one where others have None"
     text = refusal(lambda: other.load_state_dict({**state, "more": state["kept"]}), RuntimeError)
     assert "more" in text
     text = refusal(lambda: other.load_state_dict(state, assign=True), ArgumentError)

@@ -24,7 +24,9 @@ from torch.utils import _pytree as pytree
 from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
+from farandole.training.errors import CheckpointError
 from farandole.training.gradient_sync import GradientSync, Kind, tensors_in
+from farandole.training.replicas import broadcast
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
 from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
@@ -293,12 +295,52 @@ class FullyShardedParallel(Wrapper):
             state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take whole parameters, the same on every rank. All ranks call this."""
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None, strict: bool = True, assign: bool = False) -> Any:
+        """Take whole parameters. All ranks call this: with the same ones; or rank 0 with them and any others with None,
+        which get their parts from rank 0, a unit at a time.
+
+        Raises:
+            ArgumentError: rank 0 has none, or ``assign`` is asked for.
+            CheckpointError: where some have None: names or shapes do not fit; on every rank.
+        """
         if assign:
             raise ArgumentError("assign=True; sharded parameters are copied into: leave it out")
-        with self.gathered():
-            return self.module.load_state_dict(state_dict, strict)
+        have = torch.tensor([state_dict is not None], dtype=torch.int32, device=self.device)
+        dist.all_reduce(have, op=dist.ReduceOp.MIN, group=self.group)
+        if have.item():
+            with self.gathered():
+                return self.module.load_state_dict(state_dict, strict)
+        self._let_go()
+        problem = [self._misfit(state_dict, strict) if self.group.rank() == 0 else ""]
+        dist.broadcast_object_list(problem, group=self.group, group_src=0)
+        if problem[0]:
+            raise CheckpointError(problem[0])
+        state = state_dict if self.group.rank() == 0 else None
+        with torch.no_grad():
+            for unit in self.units:
+                for flat in unit.flats:
+                    flat.load(state)
+            buffers = dict(self.module.named_buffers())
+            for name, buffer in buffers.items():
+                if state is not None and name in state:
+                    buffer.copy_(state[name])
+            broadcast(buffers.values(), self.group)
+        return None
+
+    def _misfit(self, state: Mapping[str, Any] | None, strict: bool) -> str:
+        """What is wrong with what rank 0 has."""
+        if state is None:
+            return "rank 0 has no state_dict; it must have one where others have None"
+        shapes = {**self.sharded_shapes(), **{name: one.shape for name, one in self.module.named_buffers()}}
+        persistent = {*self.sharded_shapes(), *self.module.state_dict().keys()}
+        missing = sorted(persistent - state.keys())
+        unexpected = sorted(state.keys() - persistent - self.aliases.keys())
+        if strict and (missing or unexpected):
+            return f"the state_dict lacks {missing}, and has {unexpected}, which the model has not"
+        for name in sorted(persistent & state.keys()):
+            if state[name].shape != shapes[name]:
+                return f"{name!r} is of shape {tuple(state[name].shape)} there, {tuple(shapes[name])} in the model"
+        return ""
 
 
 class _Call:

@@ -152,6 +152,16 @@ class Flat:
         self.hide()
         self._memory.untyped_storage().resize_(0)
 
+    def load(self, state: Mapping[str, Tensor] | None) -> None:
+        """Take the values that rank 0 has; those it has not stay. The others give None."""
+        values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
+        dist.all_gather_single(values, self.shard.own, group=self.group)
+        for name, place in zip(self.names, self.layout.places, strict=True):
+            if state is not None and name in state:
+                place.view(values).copy_(state[name])
+        dist.broadcast(values, group=self.group, group_src=0)
+        self.shard.own.copy_(self.layout.part(values, self.group.rank()))
+
     @contextlib.contextmanager
     def shown_as_owned(self) -> Iterator[None]:
         """Give the modules parameters of the dtype that the optimizer works in; what is written into this rank's part
