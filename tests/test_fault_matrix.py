@@ -45,6 +45,7 @@ NUM_RANKS = 3
 LARGE, SMALL = 1_500_000, 300
 JOIN_S = 60  # for a process that is about to end; only a failure takes so long
 STOPPED_S = 0.5
+MEETING_S = 2.0  # for those that come, too
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["farandole", "numpy"])
@@ -86,7 +87,7 @@ def rank_main(
     try:
         if dies and phase == "before init":
             die(death, pipe)
-        comm = farandole.init(timeout_s=STOPPED_S if phase == "before init" else JOIN_S / 2)
+        comm = farandole.init(timeout_s=MEETING_S if phase == "before init" else JOIN_S / 2)
         comm.barrier()
         if phase == "in close":
             if dies:
