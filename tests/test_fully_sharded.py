@@ -406,6 +406,31 @@ def a_step_after_one_that_failed(world: World) -> None:
     world.require_same(list(reference.values()))
 
 
+@check(1, 2, 3)
+def gradients_of_which_some_are_let_go_of_or_replaced(world: World) -> None:
+    """As by one of two optimizers, and by whoever scales gradients. The others add up."""
+    for stage in (1, 2, 3):
+        module, alone = network(), network()
+        if stage == 3:
+            holder = model = FullyShardedParallel(module, group=world.group)
+        else:
+            model = DataParallel(module, group=world.group, bucket_bytes=500)
+            holder = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+        for step in range(4):
+            squares(model(batch(0, step))).backward()
+            squares(alone(batch(0, step))).backward()
+            for one in holder.holdings():
+                gradient = alone.get_parameter(one.name).grad.flatten()[one.start : one.stop]
+                if one.value.numel():
+                    torch.testing.assert_close(one.value.grad, gradient, msg=lambda said, one=one: one.name + said)
+            values = [(one.name, one.value) for one in holder.holdings()] + list(alone.named_parameters())
+            for name, value in values:
+                if value.grad is not None and name.startswith("0."):
+                    value.grad = None
+                elif value.grad is not None and name.startswith("2."):
+                    value.grad = value.grad * 3
+
+
 @check(1, 2, 4)
 def clipping_by_global_norm(world: World) -> None:
     for norm_type in (1.0, 2.0, float("inf")):
