@@ -16,6 +16,7 @@ to the end of one that is not.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
-from farandole.training.gradient_sync import GradientSync, Kind, is_computed, tensors_in
+from farandole.training.gradient_sync import GradientSync, Kind, is_computed, tensors_in, weakly
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
 from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
@@ -118,10 +119,12 @@ class FullyShardedParallel(Wrapper):
             reproducible=reproducible,
             starts_when_full=False,
         )
-        self.gradient_sync.on_round = self.after_round
+        self.gradient_sync.on_round = weakly(self.after_round)
         self.gradient_sync.buckets = self._make_buckets(trained)
         for unit in self.units[1:]:
             self._watch(modules[unit.name], unit)
+        for one in self.holdings():  # so that a module of which this is a part has them, too
+            self._parameters[one.name] = one.value
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -199,14 +202,19 @@ class FullyShardedParallel(Wrapper):
     def _watch(self, module: nn.Module, unit: Unit) -> None:
         """Gather the parameters of ``unit`` whenever ``module`` computes."""
         calls: list[_Call] = []
+        reference = weakref.ref(self)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if (self := reference()) is None:
+                raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
             call = _Call(self, unit)
             calls.append(call)
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
 
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
+            if (self := reference()) is None or not calls:
+                return
             calls.pop().watch_outputs(outputs)
             unit.require_own_outputs(outputs)
             if not _is_in_backward() and unit is not self._last_of_before:
@@ -346,6 +354,8 @@ class _Call:
         self._model = model
         self._unit = unit
         self._entered = -1  # in which backward
+        self._num_inputs = 0  # that have gradients
+        self._num_arrived = 0
 
     def watch_inputs(self, inputs: Any) -> Any:
         """Know when backward arrives at them: ``inputs`` to go on with."""
@@ -353,9 +363,11 @@ class _Call:
         given = {id(one): one for one in leaves if isinstance(one, Tensor) and one.requires_grad}
         if not given:
             return inputs
-        # Views of torch's own may be written into, and those that are written into are left at the end of backward.
+        # Views of torch's own may be written into. The unit is kept to the end of backward if one is, or is not used.
         watched = {key: tensor.view_as(tensor) for key, tensor in given.items()}
-        torch.autograd.graph.register_multi_grad_hook(list(watched.values()), lambda _: self._leave())
+        self._num_inputs = len(watched)
+        for view in watched.values():
+            view.register_hook(lambda _: self._arrive())
         return pytree.tree_unflatten([watched.get(id(one), one) for one in leaves], structure)
 
     def watch_outputs(self, outputs: object) -> None:
@@ -366,13 +378,14 @@ class _Call:
 
     def _enter(self) -> None:
         if self._entered != self._model.num_backwards:
-            self._entered = self._model.num_backwards
+            self._entered, self._num_arrived = self._model.num_backwards, 0
             self._unit.num_entered += 1
             self._model.use_in_backward(self._unit)
 
-    def _leave(self) -> None:
-        """Backward is through with this call."""
-        if self._entered == self._model.num_backwards:
+    def _arrive(self) -> None:
+        """At one of the inputs; at the last of them, backward is through with this call."""
+        self._num_arrived += 1
+        if self._entered == self._model.num_backwards and self._num_arrived == self._num_inputs:
             self._entered = -1
             self._model.leave_in_backward(self._unit)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Literal, Protocol
 
@@ -28,12 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole import timeline
+from farandole.errors import ArgumentError
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
 from farandole.training.recorded import started, wait_for
 
-__all__ = ["Bucket", "GradientSync", "Kind", "Round", "is_computed", "tensors_in"]
+__all__ = ["Bucket", "GradientSync", "Kind", "Round", "is_computed", "tensors_in", "weakly"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
 """What memory is held for; buffers are for what is on its way between ranks."""
@@ -42,6 +45,21 @@ _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
 
 _MAX_NAMED = 20
+
+
+_sync_of = WeakTensorKeyDictionary()
+"""Who takes the gradients of a parameter: a weak reference."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method``, which does nothing once its object is gone, and does not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return call
 
 
 class Bucket(Protocol):
@@ -141,11 +159,30 @@ class GradientSync:
         self._is_open = False
         self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
+        self._handles = []
+        self._is_replaced = False
+        # Hooks that held this would be held by what it holds, out of sight of Python's garbage collector.
+        accumulated, before_accumulation = weakly(self._accumulated), weakly(self._before_accumulation)
         for index, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._accumulated(index))
+            if (earlier := _sync_of.get(parameter, lambda: None)()) is not None:
+                earlier.let_be_replaced()
+            _sync_of[parameter] = weakref.ref(self)
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_prehook(lambda _: self._before_accumulation())
             self._nodes.append(node)
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: accumulated(index)),
+                node.register_prehook(lambda _: before_accumulation()),
+            ]
+
+    def let_be_replaced(self) -> None:
+        """Take no more gradients: another one takes them."""
+        self._is_replaced = True
+        for handle in self._handles:
+            handle.remove()
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -165,7 +202,15 @@ class GradientSync:
                 tensor.register_hook(lambda _: self._await_end())
 
     def settle(self) -> None:
-        """If the last backward has failed on this rank, be through with it; before the next collective of its step."""
+        """If the last backward has failed on this rank, be through with it; before the next collective of its step.
+
+        Raises:
+            ArgumentError: another one takes the gradients.
+        """
+        if self._is_replaced:
+            raise ArgumentError(
+                "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
+            )
         if torch._C._current_graph_task_id() != -1:
             return  # in a backward: it is not over
         if self._awaits_end and not self._is_open:
