@@ -296,6 +296,32 @@ def a_save_that_fails_leaves_the_one_before(world: World) -> None:
     assert str(blocked) in text
 
 
+@check(2, backends=["farandole"])
+def a_save_that_was_interrupted_at_its_end_and_files_that_are_cut_off(world: World) -> None:
+    path = folder(world, "replaced")
+    model = DataParallel(network(), group=world.group)
+    wanted = weights(model)
+    save_checkpoint(path, model, extra={"number": 1})
+    if world.rank == 0:  # the moment at which neither is at its place
+        path.rename(path.with_name(f"{path.name}.before"))
+        path.with_name(f"{path.name}.partial").mkdir()
+    dist.barrier(world.group)
+    other = DataParallel(network(1), group=world.group)
+    assert load_checkpoint(path, other) == {"number": 1}
+    assert weights(other) == wanted
+    save_checkpoint(path, model, extra={"number": 2})
+    assert load_checkpoint(path, other) == {"number": 2}
+    assert not path.with_name(f"{path.name}.before").exists()
+    dist.barrier(world.group)
+    if world.rank == 0:
+        for file in path.glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:10])
+    dist.barrier(world.group)
+    text = refusal(lambda: load_checkpoint(path, other), CheckpointError)
+    assert text.startswith("rank ")
+    assert len(set(world.all_of(text))) == 1
+
+
 # --- Boxes ------------------------------------------------------------------------------------------------------------
 
 

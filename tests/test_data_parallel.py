@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import pickle
 import random
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,6 +39,7 @@ from farandole.training import (
     BackwardFailedError,
     DataParallel,
     DifferentModelsError,
+    FullyShardedParallel,
     NaiveDataParallel,
     SparseGradientError,
     UnusedParametersError,
@@ -1030,6 +1033,72 @@ def several_in_one_backward(world: World) -> None:
         for one, other in zip(wrapped, plain, strict=True):
             for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@check(2)
+def a_wrapper_that_is_gone_leaves_nothing_behind(world: World) -> None:
+    for wrapper in (DataParallel, FullyShardedParallel):
+        module = network()
+        model = wrapper(module, group=world.group)
+        for step in range(3):
+            squares(model(batch(world.rank, step))).backward()
+        kept = [weakref.ref(one) for one in (model, model.gradient_sync, model.gradient_sync.parameters[0])]
+        if wrapper is DataParallel:
+            kept.pop()  # it is the module's
+        del model
+        gc.collect()
+        if wrapper is DataParallel:
+            if world.rank == 0:  # alone: nothing is summed any more
+                module.zero_grad()
+                alone = copy.deepcopy(module)
+                for one in (module, alone):
+                    squares(one(batch(0, 0))).backward()
+                for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
+                    assert torch.equal(mine.grad, other.grad)
+        else:
+            text = refusal(lambda module=module: module(batch(0, 0)), ArgumentError)
+            assert text == "the wrapper that gathers this module is gone; keep it as long as the module"
+            del module
+            gc.collect()
+        assert [one() for one in kept] == [None] * len(kept), wrapper
+
+
+@check(2)
+def of_two_wrappers_the_last_one_sums(world: World) -> None:
+    module = network()
+    first = DataParallel(module, group=world.group)
+    squares(first(batch(world.rank, 0))).backward()
+    module.zero_grad()
+    last = DataParallel(module, group=world.group)
+    alone = network()
+    for step in range(3):
+        squares(last(batch(world.rank, step))).backward()
+        squares(alone(all_batches(world, step))).backward()
+    for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+    assert refusal(lambda: first(batch(0, 0)), ArgumentError) == (
+        "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
+    )
+
+
+@check(2)
+def what_is_wrapped_is_not_converted(world: World) -> None:
+    for wrapper in (DataParallel, FullyShardedParallel):
+        model = wrapper(network(), group=world.group)
+        assert model.to("cpu").float() is model
+        for convert in (model.double, lambda model=model: model.to("meta")):
+            text = refusal(convert, ArgumentError)
+            assert text.startswith(
+                "the module is wrapped, with its torch.float32 on cpu as they are, and not to be torch"
+            )
+            assert text.endswith("convert or move it before it is wrapped")
+
+        class Holds(nn.Module):
+            def __init__(self, part: nn.Module) -> None:
+                super().__init__()
+                self.part = part
+
+        assert list(map(id, Holds(model).parameters())) == list(map(id, model.parameters()))
 
 
 # --- Wrong calls ------------------------------------------------------------------------------------------------------

@@ -292,6 +292,213 @@ def three_quarters_of_two_all_reduces_travel(world: World) -> None:
         assert 0 < told < 200 * (world.size - 1), (now, gathered, scattered)
 
 
+@check(1, 2, 3)
+def a_backward_long_after_its_forward_or_twice(world: World) -> None:
+    """What the forward has let go of, or others since, is there again."""
+
+    def before_backward(model, kind: str) -> None:
+        with torch.no_grad() if kind == "no_grad" else torch.inference_mode(kind == "inference_mode"):
+            model(batch(0, 1))
+        if kind == "state_dict":
+            model.state_dict()
+
+    for kind in ("no_grad", "inference_mode", "another forward", "state_dict"):
+        module = Stack([nn.Linear(10, 10) for _ in range(3)])
+        reference = Reference(copy.deepcopy(module), world.size, SGD)
+        model = FullyShardedParallel(module, group=world.group, reproducible=True)
+        reference.module.load_state_dict(model.state_dict())
+        reference.step()
+        optimizer = SGD(model.parameters())
+        for step in range(3):
+            for rank in range(world.size):
+                for _ in range(2):
+                    reference.backward(rank, lambda one, rank=rank, step=step: squares(one(batch(rank, step))))
+            reference.sum()
+            reference.step()
+            with model.no_sync():
+                loss = squares(model(batch(world.rank, step)))
+                before_backward(model, kind)
+                loss.backward(retain_graph=True)
+                require_released(model)
+            loss.backward()
+            require_released(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        same_bits(model, reference.module)
+
+
+@check(1, 2)
+def gradients_of_gradients(world: World) -> None:
+    """As a penalty on them asks for; with another forward in between, or none."""
+    for forward_between in (False, True):
+        module = Stack([nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3)])
+        alone = copy.deepcopy(module)
+        model = FullyShardedParallel(module, group=world.group)
+        alone.load_state_dict(model.state_dict())
+
+        def loss_of(one: nn.Module, step: int, forward_between: bool) -> Tensor:
+            inputs = batch(0, step).requires_grad_()
+            (slope,) = torch.autograd.grad(one(inputs).sum(), inputs, create_graph=True)
+            return squares(slope) + (squares(one(batch(0, step + 50))) if forward_between else 0)
+
+        for step in range(3):
+            loss_of(model, step, forward_between).backward()
+            require_released(model)
+            loss_of(alone, step, forward_between).backward()
+        wanted = dict(alone.named_parameters())
+        for one in model.holdings():
+            if one.value.numel() and wanted[one.name].grad is not None:
+                gradient = wanted[one.name].grad.flatten()[one.start : one.stop]
+                torch.testing.assert_close(one.value.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, inputs: Tensor, leaves_out: bool) -> Tensor:
+        values = self.first(inputs)
+        return torch.tanh(values if leaves_out else values + self.second(inputs))
+
+
+@check(2, 3)
+def ranks_that_use_other_parameters_of_a_unit(world: World) -> None:
+    """A unit's gradients are then not all there on each rank, and yet all ranks sum at the same place among the
+    gathers."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Linear(10, 10)
+            self.layers = nn.ModuleList(Both() for _ in range(4))
+
+        def forward(self, inputs: Tensor, leaves_out: int) -> Tensor:
+            values = self.start(inputs)
+            for number, layer in enumerate(self.layers):
+                values = layer(values, number == leaves_out)
+            return values
+
+    module = Layers()
+    reference = Reference(copy.deepcopy(module), world.size, SGD)
+    model = FullyShardedParallel(module, group=world.group, reproducible=True, unused="zeros")
+    reference.module.load_state_dict(model.state_dict())
+    reference.step()
+    optimizer = SGD(model.parameters())
+    for step in range(8):
+        for rank in range(world.size):
+            reference.backward(
+                rank, lambda one, rank=rank, step=step: squares(one(batch(rank, step), (step + rank) % 5))
+            )
+        reference.sum()
+        reference.step()
+        squares(model(batch(world.rank, step), (step + world.rank) % 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_bits(model, reference.module)
+    strict = FullyShardedParallel(Layers(), group=world.group)
+    for _ in range(3):
+        text = refusal(
+            lambda: squares(strict(batch(0, 0), 2 if world.rank == 0 else -1)).backward(), UnusedParametersError
+        )
+        assert f"'layers.2.second.weight' on 1 of {world.size} ranks" in text
+
+
+@check(2)
+def sums_start_while_backward_goes_on(world: World) -> None:
+    model = FullyShardedParallel(Stack([nn.Linear(10, 10) for _ in range(4)]), group=world.group)
+    seen = []
+    for step in range(3):
+        outputs = model(batch(world.rank, step))
+        model.module.first.register_full_backward_hook(
+            lambda *_: seen.append(sum(one._pending is not None for one in model.gradient_sync.buckets))
+        )
+        seen.clear()
+        squares(outputs).backward()
+    assert seen[-1] >= 1
+
+
+@check(2)
+def units_in_which_inputs_are_written_or_outputs_are_unusual(world: World) -> None:
+    class Odd(dict):
+        pass
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.attention = nn.Linear(10, 10), nn.MultiheadAttention(10, 2)
+
+        def forward(self, inputs: Tensor) -> Odd:
+            inputs.mul_(0.9).relu_()
+            inputs = self.layer(inputs)
+            return Odd(found=inputs + self.attention(inputs, inputs, inputs)[0], of=[{1}, "text"])
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(10, 10)
+            self.layers = nn.ModuleList(Writes() for _ in range(3))
+
+        def forward(self, inputs: Tensor) -> Odd:
+            values = self.first(inputs)
+            for layer in self.layers:
+                values = layer(values)["found"]
+            return Odd(found=values)
+
+    for kind in (Writes, nn.MultiheadAttention):
+        module = Chain()
+        alone = copy.deepcopy(module)
+        model = FullyShardedParallel(module, units=kind, group=world.group)
+        alone.load_state_dict(model.state_dict())
+        for step in range(2):
+            squares(model(batch(0, step))["found"]).backward()
+            squares(alone(batch(0, step))["found"]).backward()
+        wanted = dict(alone.named_parameters())
+        for one in model.holdings():
+            if one.value.numel():
+                gradient = wanted[one.name].grad.flatten()[one.start : one.stop]
+                if kind is Writes:
+                    assert bits(one.value.grad) == bits(gradient), one.name
+                else:  # what a unit computes from its inputs several times is added up before what others do
+                    torch.testing.assert_close(one.value.grad, gradient)
+
+
+@check(2)
+def a_unit_that_returns_its_own_parameter_is_refused(world: World) -> None:
+    class Query(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.Parameter(torch.randn(10, 10))
+
+        def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+            return {"rows": self.values[: len(inputs)]}
+
+    model = FullyShardedParallel(nn.Sequential(Query()), group=world.group)
+    assert refusal(lambda: model(batch(0, 0)), NotGatheredError) == (
+        "'0' is sharded, and returns a parameter, or a view of one, of shape (4, 10): its memory is let go of now; "
+        "return a clone()"
+    )
+
+
+@check(2)
+def what_is_returned_does_not_collect_hooks(world: World) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(10, 10), nn.Parameter(torch.ones(()))
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+            return self.layer(inputs) * self.scale, self.scale, inputs
+
+    for wrapper in (DataParallel, FullyShardedParallel):
+        model = wrapper(Returns(), group=world.group)
+        inputs = batch(0, 0).requires_grad_()
+        for _ in range(3):
+            outputs, *others = model(inputs)
+            squares(outputs).backward()
+        assert [one._backward_hooks for one in others] == [None, None]
+
+
 # --- Whole parameters ------------------------------------------------------------------------------------------------
 
 
@@ -421,6 +628,31 @@ def a_step_after_one_that_failed(world: World) -> None:
         one.grad = None
     squares(model(batch(0, 0))).backward()
     world.require_same(list(reference.values()))
+
+
+@check(1, 2, 3)
+def gradients_of_which_some_are_let_go_of_or_replaced(world: World) -> None:
+    """As by one of two optimizers, and by whoever scales gradients. The others add up."""
+    for stage in (1, 2, 3):
+        module, alone = network(), network()
+        if stage == 3:
+            holder = model = FullyShardedParallel(module, group=world.group)
+        else:
+            model = DataParallel(module, group=world.group, bucket_bytes=500)
+            holder = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+        for step in range(4):
+            squares(model(batch(0, step))).backward()
+            squares(alone(batch(0, step))).backward()
+            for one in holder.holdings():
+                gradient = alone.get_parameter(one.name).grad.flatten()[one.start : one.stop]
+                if one.value.numel():
+                    torch.testing.assert_close(one.value.grad, gradient, msg=lambda said, one=one: one.name + said)
+            values = [(one.name, one.value) for one in holder.holdings()] + list(alone.named_parameters())
+            for name, value in values:
+                if value.grad is not None and name.startswith("0."):
+                    value.grad = None
+                elif value.grad is not None and name.startswith("2."):
+                    value.grad = value.grad * 3
 
 
 @check(1, 2, 4)

@@ -88,7 +88,9 @@ def expected_memory(
     parameters in another order than it names them.
 
     Parameters of 16 bits have parts of 32 bits besides, from stage 1 on, and so have their gradients and states. Frozen
-    parameters have neither gradients nor states. Each part is an element longer where N divides nothing.
+    parameters have neither gradients nor states. Parameters and parts begin at multiples of 64 elements, so each may be
+    up to 63 longer; at stage 0, where gradients alone are, that is not counted, nor are the buffers that
+    ``reproducible`` and ``wire_dtype`` take.
 
     Args:
         module: to be trained; it may be on the meta device.

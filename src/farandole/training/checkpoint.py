@@ -8,15 +8,17 @@ it consists of. So each element is written once, and the planner of torch checks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from farandole.errors import ArgumentError
@@ -52,7 +54,7 @@ def save_checkpoint(
         CheckpointError: another rank has failed, or the folder cannot be written.
     """
     path = Path(path)
-    partial, before = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.before")
+    partial, before = path.with_name(f"{path.name}.partial"), _before(path)
     state = State(model, optimizer)
     group = model.group
 
@@ -63,12 +65,13 @@ def save_checkpoint(
         return state.to_save(extra or {})
 
     saved = _on_all_ranks(group, prepare)
-    dcp.save(saved, checkpoint_id=partial, process_group=group)
+    with _failures_named():
+        dcp.save(saved, checkpoint_id=partial, process_group=group)
 
     def replace() -> None:
         if group.rank() == 0:
-            shutil.rmtree(before, ignore_errors=True)
             if path.exists():
+                shutil.rmtree(before, ignore_errors=True)
                 path.rename(before)
             partial.rename(path)
             shutil.rmtree(before, ignore_errors=True)
@@ -91,12 +94,18 @@ def load_checkpoint(
 
     Raises:
         ArgumentError: the optimizer is not that of the model.
-        CheckpointError: there is no checkpoint, it lacks something or has what is not known here, or a shape differs.
+        CheckpointError: there is no checkpoint, a file of it cannot be read, it lacks something or has what is not
+            known here, or a shape differs. Where the optimizer's groups differ, or a file cannot be read, some of the
+            values are those of the checkpoint by then.
     """
     group = model.group
     state = State(model, optimizer)
-    goals = _on_all_ranks(group, lambda: state.to_load(_metadata_of(Path(path))))
-    dcp.load(goals, checkpoint_id=path, process_group=group)
+    path = Path(path)
+    if not path.exists() and _before(path).exists():  # a save was interrupted between its last two steps
+        path = _before(path)
+    goals = _on_all_ranks(group, lambda: state.to_load(_metadata_of(path)))
+    with _failures_named():
+        dcp.load(goals, checkpoint_id=path, process_group=group)
     return state.have_loaded(goals)
 
 
@@ -129,6 +138,21 @@ def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel)
             partial.replace(path)
 
     _on_all_ranks(model.group, write)
+
+
+def _before(path: Path) -> Path:
+    """Where the checkpoint before is while it is replaced."""
+    return path.with_name(f"{path.name}.before")
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    """What goes wrong with files on some ranks, torch raises on all, as no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        said = [f"rank {rank}: {problem}" for rank, (problem, _) in sorted(error.failures.items())]
+        raise CheckpointError("; ".join(said)) from error
 
 
 def _metadata_of(path: Path) -> Metadata:

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from farandole import timeline
 from farandole.training.arguments import require_size
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
-from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round
+from farandole.training.gradient_sync import Bucket, GradientSync, Kind, Round, weakly
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.recorded import blocking
@@ -93,8 +93,8 @@ class DataParallel(Wrapper, Joinable):
         Joinable.__init__(self)
         trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse, reproducible=reproducible)
-        self.gradient_sync.on_open = self._agree_on_carried
-        self.gradient_sync.on_round = self.after_round
+        self.gradient_sync.on_open = weakly(self._agree_on_carried)
+        self.gradient_sync.on_round = weakly(self.after_round)
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._is_auto = bucket_bytes == "auto"
         self.is_sharded = False

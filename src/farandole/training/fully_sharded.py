@@ -7,12 +7,16 @@ of. Its gradients are summed as in stage 2. So 3(N-1)/N of the parameters' bytes
 2(N-1)/N.
 
 When a unit is let go of in backward, all of it must be through: not when its gradients are there, as other parameters
-of it may be frozen, but when backward arrives at its inputs; or, if these have no gradients, at its end.
+of it may be frozen, but when backward arrives at its inputs; or, if these have no gradients, at its end. That is also
+when its gradients start to be summed: the same place among the collectives on all ranks, even where one has gradients
+that another has not. A backward that is to be gone through once more (``create_graph``) leaves everything gathered, up
+to the end of one that is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -25,7 +29,7 @@ from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
 from farandole.training.errors import CheckpointError
-from farandole.training.gradient_sync import GradientSync, Kind, tensors_in
+from farandole.training.gradient_sync import GradientSync, Kind, is_computed, tensors_in, weakly
 from farandole.training.replicas import broadcast
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
 from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
@@ -40,7 +44,8 @@ class FullyShardedParallel(Wrapper):
     ``parameters()`` are this rank's pieces: tensors of one dimension, to be given to an optimizer that treats each
     element by itself, after this wrapper is made. Each has the ``whole_name`` and the ``whole_shape`` of its parameter,
     for groups. Weights are bit for bit those of `DataParallel`, if gradients are: with ``reproducible=True``, or on two
-    ranks.
+    ranks; and if a unit that uses an input several times is the only one that does: else its gradient adds up in
+    another order.
 
     The parameters of a unit are whole while it computes; elsewhere, using one raises `NotGatheredError`; see
     `gathered`. What belongs to no unit is a unit of its own, and stays gathered from the forward to the end of
@@ -103,6 +108,9 @@ class FullyShardedParallel(Wrapper):
         self._place = 0  # in the order, where backward is
         self.num_backwards = 0
         self._awaits_end = False
+        self._makes_graph = False  # in this backward
+        self._keeps_graph = False  # of one, to go through it once more: what it uses lies in the units' memory
+        self._buckets: dict[str, list[ScatterBucket]] = {}
         flats = [flat for unit in self.units for flat in unit.flats]
         trained = [flat for flat in flats if flat.whole[0].requires_grad]
         self.gradient_sync = GradientSync(
@@ -111,11 +119,14 @@ class FullyShardedParallel(Wrapper):
             unused=unused,
             sparse=sparse,
             reproducible=reproducible,
+            starts_when_full=False,
         )
-        self.gradient_sync.on_round = self.after_round
+        self.gradient_sync.on_round = weakly(self.after_round)
         self.gradient_sync.buckets = self._make_buckets(trained)
         for unit in self.units[1:]:
             self._watch(modules[unit.name], unit)
+        for one in self.holdings():  # so that a module of which this is a part has them, too
+            self._parameters[one.name] = one.value
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -147,6 +158,8 @@ class FullyShardedParallel(Wrapper):
             pool = pools.setdefault(dtype, BufferPool(dtype, self.device, self.group))
             buckets.append(ScatterBucket(range(at, at + len(flat.names)), flat.shard, pool, self.summing))
             at += len(flat.names)
+            unit = next(unit for unit in self.units if flat in unit.flats)
+            self._buckets.setdefault(unit.name, []).append(buckets[-1])
         return buckets[::-1]
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -175,10 +188,10 @@ class FullyShardedParallel(Wrapper):
         kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
         for unit in self.units:
             if unit not in kept:
-                unit.release()
+                self._release(unit)
         if for_backward:
             for tensor in tensors_in(outputs):
-                if tensor.requires_grad:
+                if is_computed(tensor):
                     tensor.register_hook(lambda _: self._await_end())
             self.gradient_sync.watch(outputs)
         return outputs
@@ -191,17 +204,23 @@ class FullyShardedParallel(Wrapper):
     def _watch(self, module: nn.Module, unit: Unit) -> None:
         """Gather the parameters of ``unit`` whenever ``module`` computes."""
         calls: list[_Call] = []
+        reference = weakref.ref(self)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if (self := reference()) is None:
+                raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
             call = _Call(self, unit)
             calls.append(call)
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
 
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
+            if (self := reference()) is None or not calls:
+                return
             calls.pop().watch_outputs(outputs)
+            unit.require_own_outputs(outputs)
             if not _is_in_backward() and unit is not self._last_of_before:
-                unit.release()
+                self._release(unit)
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         module.register_forward_hook(after, always_call=True)  # also where a recomputation stops when it has enough
@@ -226,16 +245,34 @@ class FullyShardedParallel(Wrapper):
         if not self._awaits_end:
             self._awaits_end = True
             self._place = len(self._order)
+            self._makes_graph = torch.is_grad_enabled()
+            self._keeps_graph |= self._makes_graph
+            self._rest.gather()  # it may have been let go of since the forward
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
 
     def _at_end(self) -> None:
         self.num_backwards += 1
-        self._let_go()
+        for unit in self.units:
+            unit.num_expected = unit.num_left
+        self._keeps_graph = self._makes_graph
+        if self._keeps_graph:
+            self._begin_anew()
+        else:
+            self._let_go()
 
-    def _let_go(self) -> None:
+    def _begin_anew(self) -> None:
         self._awaits_end = False
         for unit in self.units:
-            unit.num_entered = 0
+            unit.num_entered = unit.num_left = 0
+
+    def _let_go(self) -> None:
+        """Of all units; where a graph is kept, only to gather them anew into the same memory."""
+        self._begin_anew()
+        for unit in self.units:
+            unit.release(keeps_memory=self._keeps_graph)
+
+    def _release(self, unit: Unit) -> None:
+        if not self._keeps_graph:
             unit.release()
 
     def use_in_backward(self, unit: Unit) -> None:
@@ -246,6 +283,15 @@ class FullyShardedParallel(Wrapper):
         if place > 0:
             self._place = place
             self._order[place - 1].start()
+
+    def leave_in_backward(self, unit: Unit) -> None:
+        """Backward is through with a forward of this unit, perhaps the last one."""
+        unit.num_entered -= 1
+        unit.num_left += 1
+        if unit.num_left == unit.num_expected:
+            self.gradient_sync.may_start(self._buckets.get(unit.name, ()))
+        if unit.num_entered == 0:
+            self._release(unit)
 
     # -- whole parameters --------------------------------------------------------------------------------------------
 
@@ -350,49 +396,40 @@ class _Call:
         self._model = model
         self._unit = unit
         self._entered = -1  # in which backward
+        self._num_inputs = 0  # that have gradients
+        self._num_arrived = 0
 
     def watch_inputs(self, inputs: Any) -> Any:
         """Know when backward arrives at them: ``inputs`` to go on with."""
         leaves, structure = pytree.tree_flatten(inputs)
-        places = [place for place, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
-        if places:
-            for place, tensor in zip(places, _Leave.apply(self, *(leaves[place] for place in places)), strict=True):
-                leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, structure)
+        given = {id(one): one for one in leaves if isinstance(one, Tensor) and one.requires_grad}
+        if not given:
+            return inputs
+        # Views of torch's own may be written into. The unit is kept to the end of backward if one is, or is not used.
+        watched = {key: tensor.view_as(tensor) for key, tensor in given.items()}
+        self._num_inputs = len(watched)
+        for view in watched.values():
+            view.register_hook(lambda _: self._arrive())
+        return pytree.tree_unflatten([watched.get(id(one), one) for one in leaves], structure)
 
     def watch_outputs(self, outputs: object) -> None:
         """Know when backward begins."""
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+            if is_computed(tensor):
                 tensor.register_hook(lambda _: self._enter())
 
     def _enter(self) -> None:
         if self._entered != self._model.num_backwards:
-            self._entered = self._model.num_backwards
+            self._entered, self._num_arrived = self._model.num_backwards, 0
             self._unit.num_entered += 1
             self._model.use_in_backward(self._unit)
 
-    def leave(self) -> None:
-        """Backward is through with this call."""
-        if self._entered == self._model.num_backwards:
+    def _arrive(self) -> None:
+        """At one of the inputs; at the last of them, backward is through with this call."""
+        self._num_arrived += 1
+        if self._entered == self._model.num_backwards and self._num_arrived == self._num_inputs:
             self._entered = -1
-            self._unit.num_entered -= 1
-            if self._unit.num_entered == 0:
-                self._unit.release()
-
-
-class _Leave(torch.autograd.Function):
-    """Nothing, but for what happens when backward arrives here."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.call.leave()
-        return (None, *gradients)
+            self._model.leave_in_backward(self._unit)
 
 
 def _is_in_backward() -> bool:

@@ -2,9 +2,10 @@
 
 Parameters are dealt out to *buckets*. As backward goes on, autograd accumulates the gradient of one parameter after the
 other; each is *taken* into its bucket, and a bucket that has all of its gradients is *started*, unless one before it in
-the order of buckets, which is the same on all ranks, has not been. When backward is through, what is missing is left
-out, the rest is started, and one small all_reduce tells all ranks which parameters had a gradient where. Then the
-buckets are waited for, and deliver.
+the order of buckets, which is the same on all ranks, has not been. (Where other collectives are made in backward, it
+is started at the same place among them on all ranks, with the gradients it has.) When backward is through, what is
+missing is left out, the rest is started, and one small all_reduce tells all ranks which parameters had a gradient
+where. Then the buckets are waited for, and deliver.
 
 A parameter may accumulate more than once in a backward: one whose uses are checkpointed by themselves. It is taken when
 it has accumulated as often as in the backward before. What accumulates after its bucket was started is *late*: if any
@@ -20,19 +21,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole import timeline
+from farandole.errors import ArgumentError
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
 from farandole.training.recorded import started, wait_for
 
-__all__ = ["Bucket", "GradientSync", "Kind", "Round", "tensors_in"]
+__all__ = ["Bucket", "GradientSync", "Kind", "Round", "is_computed", "tensors_in", "weakly"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
 """What memory is held for; buffers are for what is on its way between ranks."""
@@ -41,6 +45,21 @@ _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
 
 _MAX_NAMED = 20
+
+
+_sync_of = WeakTensorKeyDictionary()
+"""Who takes the gradients of a parameter: a weak reference."""
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method``, which does nothing once its object is gone, and does not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (found := reference()) is not None:
+            found(*args)
+
+    return call
 
 
 class Bucket(Protocol):
@@ -86,7 +105,7 @@ class Round:
 
     Attributes:
         ready_s: per parameter when it was taken, in seconds since the first one; None if it was not.
-        order: buckets, in the order in which they had all they needed.
+        order: buckets, in the order in which they could be started.
         waited_s: how long backward waited for sums when it was through itself.
     """
 
@@ -104,6 +123,8 @@ class GradientSync:
         unused: "error" if every parameter must have a gradient on every rank, else "zeros".
         sparse: "error" if sparse gradients are refused, else "dense".
         reproducible: whether the order matters in which the gradients of one parameter add up.
+        starts_when_full: whether a bucket is started when it has all of its gradients. That may be elsewhere on each
+            rank, so there must be no other collectives in backward; else it is started by `may_start`.
 
     Attributes:
         buckets: in the order in which they are started, the same on all ranks; to be set before the first backward.
@@ -120,6 +141,7 @@ class GradientSync:
         unused: str,
         sparse: str,
         reproducible: bool,
+        starts_when_full: bool = True,
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
@@ -130,17 +152,37 @@ class GradientSync:
         self._group = group
         self._unused = unused
         self._sparse = sparse
+        self._starts_when_full = starts_when_full
         # How often each accumulates in a backward; so long as that is not known, 0 stands for "at the end".
         self._expected = [0 if reproducible else 1] * len(self.parameters)
         self._awaits_end = False
         self._is_open = False
         self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
+        self._handles = []
+        self._is_replaced = False
+        # Hooks that held this would be held by what it holds, out of sight of Python's garbage collector.
+        accumulated, before_accumulation = weakly(self._accumulated), weakly(self._before_accumulation)
         for index, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._accumulated(index))
+            if (earlier := _sync_of.get(parameter, lambda: None)()) is not None:
+                earlier.let_be_replaced()
+            _sync_of[parameter] = weakref.ref(self)
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_prehook(lambda _: self._before_accumulation())
             self._nodes.append(node)
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: accumulated(index)),
+                node.register_prehook(lambda _: before_accumulation()),
+            ]
+
+    def let_be_replaced(self) -> None:
+        """Take no more gradients: another one takes them."""
+        self._is_replaced = True
+        for handle in self._handles:
+            handle.remove()
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -156,11 +198,19 @@ class GradientSync:
         of a checkpointed part ends earlier."""
         self.settle()
         for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+            if is_computed(tensor):
                 tensor.register_hook(lambda _: self._await_end())
 
     def settle(self) -> None:
-        """If the last backward has failed on this rank, be through with it; before the next collective of its step."""
+        """If the last backward has failed on this rank, be through with it; before the next collective of its step.
+
+        Raises:
+            ArgumentError: another one takes the gradients.
+        """
+        if self._is_replaced:
+            raise ArgumentError(
+                "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
+            )
         if torch._C._current_graph_task_id() != -1:
             return  # in a backward: it is not over
         if self._awaits_end and not self._is_open:
@@ -208,6 +258,7 @@ class GradientSync:
             for position, index in enumerate(bucket.indices)
         }
         self._num_missing = [len(bucket.indices) for bucket in self.buckets]
+        self._is_complete = [False] * len(self.buckets)
         self._num_accumulated = [0] * len(self.parameters)
         self._first_s = time.perf_counter()
         self._round = Round([None] * len(self.parameters), [])
@@ -233,9 +284,23 @@ class GradientSync:
         if self._round.ready_s[index] is None:
             self._round.ready_s[index] = time.perf_counter() - self._first_s
             self._num_missing[number] -= 1
-            if self._num_missing[number] == 0:
-                self._round.order.append(number)
-                self._start_while(lambda following: self._num_missing[following] == 0)
+            if self._num_missing[number] == 0 and self._starts_when_full:
+                self._has_come(number)
+
+    def may_start(self, buckets: Sequence[Bucket]) -> None:
+        """In a backward: no more gradients are to come for these. All ranks call this at the same place among their
+        collectives."""
+        if self._is_open and self._is_summed and all(self._expected):
+            with torch.no_grad():
+                for number, bucket in enumerate(self.buckets):
+                    if not self._is_complete[number] and any(bucket is one for one in buckets):
+                        self._has_come(number)
+
+    def _has_come(self, number: int) -> None:
+        """The bucket of this number is started, when those before it are."""
+        self._is_complete[number] = True
+        self._round.order.append(number)
+        self._start_while(lambda following: self._is_complete[following])
 
     def _densified(self, index: int, gradient: Tensor) -> Tensor:
         if self._sparse == "error":
@@ -355,9 +420,14 @@ def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:
         at += length
 
 
+def is_computed(tensor: Tensor) -> bool:
+    """Whether backward goes through it. Not so a parameter or an input, which keeps its hooks for ever."""
+    return tensor.grad_fn is not None
+
+
 def tensors_in(outputs: object) -> Iterator[Tensor]:
-    """The tensors in containers of any kind: those of Python, what torch knows, dataclasses, and other objects with
-    attributes; in one another, too."""
+    """The tensors in containers of any kind: those of Python and what is derived from them, what torch knows,
+    dataclasses, and other objects with attributes; in one another, too."""
     seen: set[int] = set()
     waiting = [outputs]
     while waiting:
@@ -370,6 +440,10 @@ def tensors_in(outputs: object) -> Iterator[Tensor]:
 
 
 def _attributes_of(leaf: object) -> Iterator[object]:
+    if isinstance(leaf, Mapping):
+        yield from leaf.values()
+    elif isinstance(leaf, (Sequence, Set)) and not isinstance(leaf, (str, bytes, bytearray, range)):
+        yield from leaf
     yield from getattr(leaf, "__dict__", {}).values()
     for kind in type(leaf).__mro__:
         slots = getattr(kind, "__slots__", ())

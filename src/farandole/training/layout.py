@@ -112,17 +112,17 @@ def into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, first_bytes: int 
     ``bucket_bytes``; the first of all until it holds ``first_bytes``, if that is given. Returns indices, per bucket.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         kind = tensor.dtype, tensor.device
-        bucket = open_buckets.get(kind)
-        if bucket is None:
-            bucket = open_buckets[kind] = []
+        bucket, num_bytes = open_buckets.pop(kind, ([], 0))
+        if not bucket:
             buckets.append(bucket)
         bucket.append(index)
+        num_bytes += tensor.nbytes
         limit = first_bytes if bucket is buckets[0] and first_bytes is not None else bucket_bytes
-        if sum(tensors[one].nbytes for one in bucket) >= limit:
-            del open_buckets[kind]
+        if num_bytes < limit:
+            open_buckets[kind] = bucket, num_bytes
     return buckets
 
 

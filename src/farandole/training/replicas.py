@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.training.errors import DifferentModelsError
+from farandole.training.layout import into_buckets
 from farandole.training.recorded import blocking
 
 __all__ = ["broadcast", "require_same_model"]
@@ -69,11 +70,6 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int = 0)
 
 
 def _of_one_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        some = kinds.setdefault((tensor.dtype, tensor.device), [])
-        some.append(tensor)
-        if sum(one.nbytes for one in some) >= _MAX_BYTES:
-            yield some
-            del kinds[tensor.dtype, tensor.device]
-    yield from kinds.values()
+    given = list(tensors)
+    for some in into_buckets(given, _MAX_BYTES):
+        yield [given[index] for index in some]

@@ -83,10 +83,18 @@ class FlatShard:
             shape = self.layout.places[piece.tensor].shape
             yield Holding(self.names[piece.tensor], shape, piece.start, piece.stop, value)
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether there is a sum that was not let go of."""
-        return any(value.grad is not None for value in self.values)
+    def carry(self) -> bool:
+        """Have in ``gradient`` what was not let go of, as it is now, and zero elsewhere; whether there is any."""
+        if all(value.grad is None for value in self.values):
+            return False
+        gradient = self.require_gradient()
+        for piece, value in zip(self.pieces, self.values, strict=True):
+            view = piece.view(gradient)
+            if value.grad is None:
+                view.zero_()
+            elif value.grad.data_ptr() != view.data_ptr():
+                view.copy_(value.grad)
+        return True
 
     def require_gradient(self) -> Tensor:
         """The memory of the part's gradients."""
@@ -183,7 +191,7 @@ class ScatterBucket:
             if not taken:
                 flat[place.start : place.stop].zero_()
         flat[self.shard.layout.numel :].zero_()
-        into, accumulate = self.shard.require_gradient(), self.shard.holds_gradients
+        into, accumulate = self.shard.require_gradient(), self.shard.carry()
         self._pending = self._summing.reduce_scatter(flat, self.shard.layout, into, accumulate=accumulate)
         if isinstance(self._memory, BufferPool):
             self._memory.lend(self)

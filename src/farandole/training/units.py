@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farandole.training.errors import NotGatheredError
-from farandole.training.gradient_sync import Kind
+from farandole.training.gradient_sync import Kind, tensors_in
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.recorded import blocking, started, wait_for
@@ -119,7 +119,8 @@ class Flat:
         self._absent = [Absent(name) for name in names]
         for parameter in parameters:
             parameter.data = parameter.new_empty(0)
-        self.release()
+        self.hide()
+        self.free()
 
     def held(self) -> Iterator[tuple[Kind, Tensor]]:
         """The memory that is held now, and what for."""
@@ -147,9 +148,8 @@ class Flat:
                 module._parameters.pop(attribute, None)
                 module.__dict__[attribute] = absent
 
-    def release(self) -> None:
-        """Hide, and give the memory back."""
-        self.hide()
+    def free(self) -> None:
+        """Give the memory back."""
         self._memory.untyped_storage().resize_(0)
 
     def load(self, state: Mapping[str, Tensor] | None) -> None:
@@ -161,6 +161,11 @@ class Flat:
                 place.view(values).copy_(state[name])
         dist.broadcast(values, group=self.group, group_src=0)
         self.shard.own.copy_(self.layout.part(values, self.group.rank()))
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory that is given back."""
+        storage = self._memory.untyped_storage()
+        return bool(storage.nbytes()) and tensor.untyped_storage().data_ptr() == storage.data_ptr()
 
     @contextlib.contextmanager
     def shown_as_owned(self) -> Iterator[None]:
@@ -191,12 +196,16 @@ class Unit:
 
     Attributes:
         num_entered: forwards whose backward is under way.
+        num_left: those that backward is through with.
+        num_expected: how many these were in the last backward; -1 if that is not known.
     """
 
     def __init__(self, name: str, flats: Sequence[Flat]) -> None:
         self.name = name
         self.flats = flats
         self.num_entered = 0
+        self.num_left = 0
+        self.num_expected = -1
         self._works: list[dist.Work] | None = None
         self._is_shown = False
 
@@ -215,16 +224,29 @@ class Unit:
                 flat.show()
             self._is_shown = True
 
-    def release(self) -> None:
-        """Let go of what is gathered."""
-        if self._works is None:
-            return
-        if not self._is_shown:
-            for work in self._works:
-                wait_for(work)
-        for flat in self.flats:
-            flat.release()
-        self._works, self._is_shown = None, False
+    def release(self, *, keeps_memory: bool = False) -> None:
+        """Let go of what is gathered; but for its memory, perhaps, with the values in it."""
+        if self._works is not None:
+            if not self._is_shown:
+                for work in self._works:
+                    wait_for(work)
+            for flat in self.flats:
+                flat.hide()
+            self._works, self._is_shown = None, False
+        if not keeps_memory:
+            for flat in self.flats:
+                flat.free()
+
+    def require_own_outputs(self, outputs: object) -> None:
+        """Raises:
+        NotGatheredError: one of ``outputs`` is a parameter, or a view of one.
+        """
+        for tensor in tensors_in(outputs):
+            if tensor.layout is torch.strided and any(flat.lends(tensor) for flat in self.flats):
+                raise NotGatheredError(
+                    f"{self.name!r} is sharded, and returns a parameter, or a view of one, of shape "
+                    f"{tuple(tensor.shape)}: its memory is let go of now; return a clone()"
+                )
 
 
 def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -76,6 +76,18 @@ class Wrapper(nn.Module):
         self._buffers_are_due = False  # those of all ranks are alike now
         self._num_rounds = 0
         self.waited_s = 0.0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Wrapper:
+        """What `to`, `half`, `cuda` and the like do."""
+        for tensor in [*self.parameters(), *self.buffers()]:
+            with torch.no_grad():
+                new = fn(tensor)
+            if new is not tensor:
+                raise ArgumentError(
+                    f"the module is wrapped, with its {tensor.dtype} on {tensor.device} as they are, and not to be "
+                    f"{new.dtype} on {new.device}, or laid out anew; convert or move it before it is wrapped"
+                )
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
