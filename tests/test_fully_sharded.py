@@ -515,6 +515,9 @@ def a_parameter_that_is_not_gathered_is_refused_in_every_use(world: World) -> No
         lambda one: torch.nn.functional.linear(torch.zeros(50), one),
         lambda one: one @ one,
         lambda one: len(one),
+        lambda one: one == 0,
+        lambda one: one != 0,
+        lambda one: one // 2,
         lambda one: one.shape,
     ):
         text = refusal(lambda use=use: use(layer.weight), NotGatheredError)

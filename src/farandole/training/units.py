@@ -70,6 +70,7 @@ def _refuse(self: Absent, *_: object) -> NoReturn:
 for _name in (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "rpow", "neg"),
     *("getitem", "setitem", "len", "iter", "float", "array", "abs", "lt", "le", "gt", "ge", "bool"),
+    *("eq", "ne", "floordiv", "rfloordiv", "mod", "rmod", "pos", "invert", "contains", "int"),
 ):
     setattr(Absent, f"__{_name}__", _refuse)
 
