@@ -228,6 +228,35 @@ def sixteen_bit_parameters_with_masters(world: World) -> None:
     assert weights(again) == weights(model)
 
 
+@check(1, 2, backends=["farandole"])
+def sixteen_bit_modules_at_any_stage(world: World) -> None:
+    def made(stage: int, seed: int):
+        module = network(seed).bfloat16()
+        if stage == 3:
+            model = FullyShardedParallel(module, group=world.group, param_dtype=torch.bfloat16)
+            return model, ADAM(model.parameters())
+        model = DataParallel(module, group=world.group)
+        return model, ZeroOptimizer(model, ADAM, stage=stage) if stage else ADAM(model.parameters())
+
+    def go(model, optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        model(batch(0, step).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+
+    for saved_stage in range(NUM_STAGES):
+        model, optimizer = made(saved_stage, 0)
+        go(model, optimizer, 0)
+        path = folder(world, "narrow")
+        save_checkpoint(path, model, optimizer)
+        saved = {name: one.bfloat16().clone() for name, one in model.state_dict().items()}
+        for stage in range(NUM_STAGES):
+            again, its_optimizer = made(stage, 1)
+            load_checkpoint(path, again, its_optimizer)
+            for name, one in again.state_dict().items():
+                assert bits(one.bfloat16()) == bits(saved[name]), (saved_stage, stage, name)
+            go(again, its_optimizer, 1)
+
+
 @check(2, 3)
 def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
     path = folder(world, "plain")
@@ -267,6 +296,8 @@ def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
         "the optimizer has 2 groups, the checkpoint 1, and group 0 is not of the same parameters; make the groups that "
         "were saved"
     )
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert "the checkpoint is of another kind of optimizer: its options are ['amsgrad'," in said(model, plain)
     stranger = ADAM(network().parameters())
     assert "make it from model.parameters()" in said(model, stranger, ArgumentError)
     zero_model = DataParallel(network(), group=world.group)
@@ -289,6 +320,22 @@ def a_save_that_fails_leaves_the_one_before(world: World) -> None:
     )
     assert "must be values that JSON knows" in text
     assert load_checkpoint(path, model) == {"number": 1}
+    other = folder(world, "other things")
+    if world.rank == 0:
+        other.mkdir()
+        (other / "thesis.tex").write_text("")
+    dist.barrier(world.group)
+    text = refusal(lambda: save_checkpoint(other, model), CheckpointError)
+    assert text.endswith("is no checkpoint, and would be replaced; give another folder")
+    assert (other / "thesis.tex").exists()
+    link = folder(world, "link")
+    if world.rank == 0:
+        link.symlink_to(path)
+    dist.barrier(world.group)
+    for number in range(3):
+        save_checkpoint(link, model, extra={"number": number})
+    assert link.is_symlink()
+    assert load_checkpoint(path, model) == {"number": 2}
     blocked = FOLDER / "a file"
     blocked.write_text("")
     dist.barrier(world.group)

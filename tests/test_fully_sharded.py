@@ -20,6 +20,7 @@ from farandole.training import (
     CheckpointError,
     DataParallel,
     FullyShardedParallel,
+    GradScaler,
     NotGatheredError,
     UnusedParametersError,
     ZeroOptimizer,
@@ -656,6 +657,51 @@ def gradients_of_which_some_are_let_go_of_or_replaced(world: World) -> None:
                     value.grad = None
                 elif value.grad is not None and name.startswith("2."):
                     value.grad = value.grad * 3
+
+
+def at_stage(world: World, stage: int, module: nn.Module):
+    if stage == 3:
+        model = FullyShardedParallel(module, group=world.group)
+        return model, SGD(model.parameters())
+    model = DataParallel(module, group=world.group)
+    return model, ZeroOptimizer(model, SGD, stage=stage) if stage else SGD(model.parameters())
+
+
+@check(2, 3)
+def an_overflow_in_the_part_of_one_rank_skips_the_step_of_all(world: World) -> None:
+    for stage in range(4):
+        model, optimizer = at_stage(world, stage, nn.Sequential(nn.Linear(50, 17, bias=False)))
+        scaler = GradScaler(model, init_scale=8.0)
+        before = model.state_dict()["0.weight"].clone()
+        for overflows in (True, False):
+            optimizer.zero_grad()
+            inputs = torch.zeros(1, 50)
+            inputs[0, 0] = float("inf") if overflows else 1.0  # of the first column: in some parts alone
+            scaler.scale(model(inputs)[0, 0]).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            after = model.state_dict()["0.weight"]
+            assert torch.equal(after, before) == overflows, (stage, overflows)
+            world.require_same([after])
+            assert set(world.all_of(scaler.get_scale())) == {4.0}
+
+
+@check(2)
+def what_is_frozen_or_unfrozen_after_wrapping_is_named(world: World) -> None:
+    for stage in range(4):
+        module = network()
+        module[4].bias.requires_grad_(False)
+        model, _ = at_stage(world, stage, module)
+        parameters = dict(model.named_parameters() if stage == 3 else module.named_parameters())
+        for name, is_trained in (("0.weight", True), ("4.bias", False)):
+            parameters[name].requires_grad_(not is_trained)
+            text = refusal(lambda model=model: model(batch(0, 0)), ArgumentError)
+            assert text == (
+                f"{name!r} was {'frozen' if is_trained else 'unfrozen'} after it was wrapped; freeze and unfreeze "
+                f"first, and wrap then"
+            )
+            parameters[name].requires_grad_(is_trained)
 
 
 @check(1, 2, 4)

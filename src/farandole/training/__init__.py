@@ -19,6 +19,7 @@ from farandole.training.errors import (
 )
 from farandole.training.fully_sharded import FullyShardedParallel
 from farandole.training.naive import NaiveDataParallel
+from farandole.training.scaling import GradScaler
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DataParallel",
     "DifferentModelsError",
     "FullyShardedParallel",
+    "GradScaler",
     "MemoryUse",
     "NaiveDataParallel",
     "NotGatheredError",

@@ -53,13 +53,15 @@ def save_checkpoint(
             one for each element, or a value is not for JSON.
         CheckpointError: another rank has failed, or the folder cannot be written.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it leads to
     partial, before = path.with_name(f"{path.name}.partial"), _before(path)
     state = State(model, optimizer)
     group = model.group
 
     def prepare() -> dict[str, Any]:
         if group.rank() == 0:
+            if path.exists() and not (path / ".metadata").exists() and not _is_empty_folder(path):
+                raise CheckpointError(f"{str(path)!r} is no checkpoint, and would be replaced; give another folder")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         return state.to_save(extra or {})
@@ -164,9 +166,12 @@ def _metadata_of(path: Path) -> Metadata:
         raise CheckpointError(f"{str(path / '.metadata')!r} cannot be read: {error}") from error
 
 
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 def _on_all_ranks(group: dist.ProcessGroup, function: Callable[[], _T]) -> _T:
-    """What ``function`` returns here, once it has on every rank; an error that users are to see on any is raised on
-    all."""
+    """What ``function`` returns here, once it has on every rank; an error on any is raised on all."""
     problem: Exception | None = None
     results: list[_T] = []
     try:
@@ -175,8 +180,10 @@ def _on_all_ranks(group: dist.ProcessGroup, function: Callable[[], _T]) -> _T:
         problem = error
     except OSError as error:
         problem = CheckpointError(str(error))
+    except Exception as error:  # none is left waiting
+        problem = error
     said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, str(problem) if problem else "", group=group)
+    dist.all_gather_object(said, f"{type(problem).__name__}: {problem}" if problem else "", group=group)
     if problem:
         raise problem
     for rank, text in enumerate(said):

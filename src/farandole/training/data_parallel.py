@@ -91,7 +91,8 @@ class DataParallel(Wrapper, Joinable):
             reproducible=reproducible,
         )
         Joinable.__init__(self)
-        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._are_trained = [(name, one, one.requires_grad) for name, one in module.named_parameters()]
+        trained = {name: one for name, one, is_trained in self._are_trained if is_trained}
         self.gradient_sync = GradientSync(trained, self.group, unused=unused, sparse=sparse, reproducible=reproducible)
         self.gradient_sync.on_open = weakly(self._agree_on_carried)
         self.gradient_sync.on_round = weakly(self.after_round)
@@ -108,6 +109,7 @@ class DataParallel(Wrapper, Joinable):
         """That of the module."""
         self.gradient_sync.settle()
         if torch.is_grad_enabled() and self.training:
+            self.require_unchanged(self._are_trained)
             Join.notify_join_context(self)
             src = 0
             if self._join_config.enable:

@@ -121,6 +121,7 @@ class FullyShardedParallel(Wrapper):
             reproducible=reproducible,
             starts_when_full=False,
         )
+        self._are_trained = [(one.name, one.value, one.value.requires_grad) for one in self.holdings()]
         self.gradient_sync.on_round = weakly(self.after_round)
         self.gradient_sync.buckets = self._make_buckets(trained)
         for unit in self.units[1:]:
@@ -171,6 +172,7 @@ class FullyShardedParallel(Wrapper):
         self.gradient_sync.settle()
         for_backward = torch.is_grad_enabled()
         if for_backward and self.training:
+            self.require_unchanged(self._are_trained)
             self.share_buffers()
         if not _is_in_backward():
             self._let_go()  # of what may have been stepped since

@@ -193,6 +193,11 @@ class State:
                 f"parameters; make the groups that were saved"
             )
         for group, one in zip(optimizer.param_groups, saved, strict=True):
+            if one.keys() != group.keys():
+                raise CheckpointError(
+                    f"the checkpoint is of another kind of optimizer: its options are {sorted(one.keys())}, those here "
+                    f"{sorted(group.keys())}"
+                )
             for key, value in one.items():
                 before = group.get(key)
                 if isinstance(before, Tensor):
@@ -239,11 +244,13 @@ def _states_by_name(metadata: Metadata) -> dict[str, dict[str, TensorStorageMeta
 def _room_for(holding: Holding, key: str, known: TensorStorageMetadata) -> tuple[Tensor, Tensor]:
     """An entry of the optimizer's state, and what a checkpoint reads into it."""
     dtype = known.properties.dtype
+    if dtype.is_floating_point and holding.value.is_floating_point():
+        dtype = holding.value.dtype  # a stage may work in another one
     is_per_element = known.size == holding.shape and not (known.size == () and key == "step")
     if is_per_element:
         values = torch.empty_like(holding.value.detach(), dtype=dtype)
         return values, _Piece.of(holding, values)
-    values = torch.empty(known.size, dtype=dtype)
+    values = torch.empty(known.size, dtype=known.properties.dtype)
     return values, values
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -121,6 +121,17 @@ class Wrapper(nn.Module):
         yield from (("gradients", one.grad) for one in self.gradient_sync.parameters if one.grad is not None)
         for bucket in self.gradient_sync.buckets:
             yield from bucket.held()
+
+    def require_unchanged(self, are_trained: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+        """Raises:
+        ArgumentError: a parameter was frozen or unfrozen after wrapping.
+        """
+        for name, parameter, is_trained in are_trained:
+            if parameter.requires_grad != is_trained:
+                raise ArgumentError(
+                    f"{name!r} was {'frozen' if is_trained else 'unfrozen'} after it was wrapped; freeze and unfreeze "
+                    f"first, and wrap then"
+                )
 
     def share_buffers(self, src: int = 0) -> None:
         """Once in a step: between two forwards whose backward is still to come, what the first has saved must stay."""
