@@ -419,6 +419,18 @@ def sums_start_while_backward_goes_on(world: World) -> None:
     assert seen[-1] >= 1
 
 
+@check(2, 3)
+def few_gradients_are_on_their_way_at_a_time(world: World) -> None:
+    """From the first backward on: what is in no unit, and two units."""
+    for reproducible in (False, True):
+        module = Stack([nn.Linear(10, 10) for _ in range(6)])
+        model = FullyShardedParallel(module, group=world.group, reproducible=reproducible)
+        for step in range(4):
+            squares(model(batch(world.rank, step))).backward()
+            buffers = {one.data_ptr() for kind, one in model.held() if kind == "buffers"}
+            assert len(buffers) <= 3, (reproducible, step, len(buffers))
+
+
 @check(2)
 def units_in_which_inputs_are_written_or_outputs_are_unusual(world: World) -> None:
     class Odd(dict):

@@ -334,10 +334,11 @@ class GradientSync:
 
     def _close(self, *, is_active: bool, has_failed: bool = False) -> None:
         """Start what is left, wait for all, and deliver."""
-        for index in range(len(self.parameters)):
-            if self._round.ready_s[index] is None and not has_failed:
-                self._take(index)
-        self._start_while(lambda _: True)
+        for number, bucket in enumerate(self.buckets):  # one after the other, so that few need memory at a time
+            for index in bucket.indices:
+                if self._round.ready_s[index] is None and not has_failed:
+                    self._take(index)
+            self._start_while(lambda following, number=number: following <= number)
         has = [seconds is not None for seconds in self._round.ready_s]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]

@@ -198,7 +198,7 @@ class Unit:
     Attributes:
         num_entered: forwards whose backward is under way.
         num_left: those that backward is through with.
-        num_expected: how many these were in the last backward; -1 if that is not known.
+        num_expected: how many these were in the last backward; one, if there was none.
     """
 
     def __init__(self, name: str, flats: Sequence[Flat]) -> None:
@@ -206,7 +206,7 @@ class Unit:
         self.flats = flats
         self.num_entered = 0
         self.num_left = 0
-        self.num_expected = -1
+        self.num_expected = 1
         self._works: list[dist.Work] | None = None
         self._is_shown = False
 
