@@ -14,7 +14,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 100  # for what takes seconds; only a failure takes so long
+LIMIT_S = 200  # for what takes seconds; only a failure takes so long
 MADE = re.compile("RANK|WORLD|MASTER|FARANDOLE|OMPI|PMI|SLURM|TORCHELASTIC")
 """What launchers set."""
 
