@@ -1,6 +1,5 @@
 """Training steps of farandole.training at each stage, beside torch's own wrappers: a GPT, in one run.
 
-
 Equal models, one for each way, see the same data and take turns, A B C A B C ..., of --steps steps, --rounds times:
 only ratios within one run count. The ways are
 
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from examples.small_gpt import Block, SmallGpt
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 import farandole
 from benchmarks.beside import groups, parser_of, run_ranks, say, slowest
 from benchmarks.report import console, print_machine, save
-from examples.small_gpt import Block, SmallGpt
 from farandole.training import DataParallel, FullyShardedParallel, ZeroOptimizer
 
 WAYS = ("alone", "DDP", "DDP over gloo", "stage 0", "stage 1", "stage 2", "stage 3", "fully_shard")
@@ -147,8 +146,8 @@ def show(result: dict[str, Any]) -> None:
     to, settings, rows = console(), result["settings"], result["rows"]
     to.print(
         f"{settings['ranks']} ranks, GPT of {rows[0]['num_parameters']:,} parameters, {settings['batch']} x "
-        f"{settings['length']} tokens per rank, {settings['rounds']} interleaved rounds of {settings['steps']} steps: ms "
-        f"per step",
+        f"{settings['length']} tokens per rank, {settings['rounds']} interleaved rounds of {settings['steps']} steps: "
+        f"ms per step",
         soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -65,7 +65,11 @@ def job(tmp_path):
 def show(*arguments) -> str:
     patient = () if "--timeout" in arguments else ("--timeout", "30")  # of processes that are there, on a busy machine
     done = subprocess.run(
-        [FARANDOLE, "status", *map(str, arguments), *patient], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [FARANDOLE, "status", *map(str, arguments), *patient],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
