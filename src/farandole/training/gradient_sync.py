@@ -338,7 +338,7 @@ class GradientSync:
             for index in bucket.indices:
                 if self._round.ready_s[index] is None and not has_failed:
                     self._take(index)
-            self._start_while(lambda following, number=number: following <= number)
+            self._start_while(number.__ge__)
         has = [seconds is not None for seconds in self._round.ready_s]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]
