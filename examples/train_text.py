@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import json
 import pydoc_data.topics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def main() -> None:
     model, optimizer = shard(gpt, arguments.stage, arguments.learning_rate)
     checkpoint = arguments.folder / "checkpoint"
     losses: list[float] = []
-    if checkpoint.exists():
+    if agreed(lambda: checkpoint.exists() or checkpoint.with_name("checkpoint.before").exists()):
         losses = load_checkpoint(checkpoint, model, optimizer)["losses"]
     with progress(len(losses), arguments.steps) as show:
         for step in range(len(losses), arguments.steps):
@@ -88,6 +88,13 @@ def parse_arguments() -> argparse.Namespace:
     if min(arguments.steps, arguments.save_every) < 1:
         parser.error("--steps and --save-every must be at least 1")
     return arguments
+
+
+def agreed(ask: Callable[[], bool]) -> bool:
+    """What rank 0 finds: others may not see yet what it has written."""
+    answer = [ask() if dist.get_rank() == 0 else False]
+    dist.broadcast_object_list(answer)
+    return answer[0]
 
 
 def load_text() -> Tensor:
