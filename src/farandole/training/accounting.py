@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from farandole.training.bucket import Kind
 from farandole.training.bucket_size import DEFAULT_BYTES
 from farandole.training.data_parallel import DataParallel
 from farandole.training.fully_sharded import FullyShardedParallel
-from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.shards import MAX_ON_THE_WAY, master_dtype
 from farandole.training.units import parameters_by_unit, units_of

@@ -28,10 +28,13 @@ from torch.utils import _pytree as pytree
 from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.training.arguments import require_wire_dtype
+from farandole.training.bucket import Kind
 from farandole.training.errors import CheckpointError
-from farandole.training.gradient_sync import GradientSync, Kind, is_computed, tensors_in, weakly
+from farandole.training.gradient_sync import GradientSync, weakly
+from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.replicas import broadcast
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
+from farandole.training.unit_calls import UnitCall, is_in_backward
 from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
 
@@ -174,7 +177,7 @@ class FullyShardedParallel(Wrapper):
         if for_backward and self.training:
             self.require_unchanged(self._are_trained)
             self.share_buffers()
-        if not _is_in_backward():
+        if not is_in_backward():
             self._let_go()  # of what may have been stepped since
         self._next_order = []
         self._rest.gather()
@@ -205,13 +208,13 @@ class FullyShardedParallel(Wrapper):
 
     def _watch(self, module: nn.Module, unit: Unit) -> None:
         """Gather the parameters of ``unit`` whenever ``module`` computes."""
-        calls: list[_Call] = []
+        calls: list[UnitCall] = []
         reference = weakref.ref(self)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if (self := reference()) is None:
                 raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
-            call = _Call(self, unit)
+            call = UnitCall(self, unit)
             calls.append(call)
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
@@ -221,7 +224,7 @@ class FullyShardedParallel(Wrapper):
                 return
             calls.pop().watch_outputs(outputs)
             unit.require_own_outputs(outputs)
-            if not _is_in_backward() and unit is not self._last_of_before:
+            if not is_in_backward() and unit is not self._last_of_before:
                 self._release(unit)
 
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -234,7 +237,7 @@ class FullyShardedParallel(Wrapper):
 
     def _use(self, unit: Unit) -> None:
         unit.gather()
-        if _is_in_backward():
+        if is_in_backward():
             return
         self._next_order.append(unit)
         place = len(self._next_order)
@@ -389,50 +392,3 @@ class FullyShardedParallel(Wrapper):
             if state[name].shape != shapes[name]:
                 return f"{name!r} is of shape {tuple(state[name].shape)} there, {tuple(shapes[name])} in the model"
         return ""
-
-
-class _Call:
-    """One forward of a unit, whose backward is to come."""
-
-    def __init__(self, model: FullyShardedParallel, unit: Unit) -> None:
-        self._model = model
-        self._unit = unit
-        self._entered = -1  # in which backward
-        self._num_inputs = 0  # that have gradients
-        self._num_arrived = 0
-
-    def watch_inputs(self, inputs: Any) -> Any:
-        """Know when backward arrives at them: ``inputs`` to go on with."""
-        leaves, structure = pytree.tree_flatten(inputs)
-        given = {id(one): one for one in leaves if isinstance(one, Tensor) and one.requires_grad}
-        if not given:
-            return inputs
-        # Views of torch's own may be written into. The unit is kept to the end of backward if one is, or is not used.
-        watched = {key: tensor.view_as(tensor) for key, tensor in given.items()}
-        self._num_inputs = len(watched)
-        for view in watched.values():
-            view.register_hook(lambda _: self._arrive())
-        return pytree.tree_unflatten([watched.get(id(one), one) for one in leaves], structure)
-
-    def watch_outputs(self, outputs: object) -> None:
-        """Know when backward begins."""
-        for tensor in tensors_in(outputs):
-            if is_computed(tensor):
-                tensor.register_hook(lambda _: self._enter())
-
-    def _enter(self) -> None:
-        if self._entered != self._model.num_backwards:
-            self._entered, self._num_arrived = self._model.num_backwards, 0
-            self._unit.num_entered += 1
-            self._model.use_in_backward(self._unit)
-
-    def _arrive(self) -> None:
-        """At one of the inputs; at the last of them, backward is through with this call."""
-        self._num_arrived += 1
-        if self._entered == self._model.num_backwards and self._num_arrived == self._num_inputs:
-            self._entered = -1
-            self._model.leave_in_backward(self._unit)
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

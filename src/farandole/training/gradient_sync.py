@@ -22,24 +22,21 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole import timeline
 from farandole.errors import ArgumentError
+from farandole.training.bucket import Bucket
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
+from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.recorded import started, wait_for
 
-__all__ = ["Bucket", "GradientSync", "Kind", "Round", "is_computed", "tensors_in", "weakly"]
-
-Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
-"""What memory is held for; buffers are for what is on its way between ranks."""
+__all__ = ["GradientSync", "Round", "weakly"]
 
 _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
@@ -60,43 +57,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             found(*args)
 
     return call
-
-
-class Bucket(Protocol):
-    """Some of the parameters, whose gradients travel together.
-
-    Attributes:
-        indices: which ones.
-    """
-
-    indices: Sequence[int]
-
-    def begin(self) -> None:
-        """Put aside what was delivered, so that gradients are only what is accumulated from now on."""
-
-    def pause(self) -> None:
-        """Backward is through, and is not summed."""
-
-    def take(self, position: int, gradient: Tensor) -> None:
-        """Add a gradient, of the parameter at ``indices[position]``; one that is never taken counts as zero."""
-
-    def start(self) -> None:
-        """Start to sum over all ranks."""
-
-    def advance(self) -> None:
-        """See `farandole.training.summing.Pending`."""
-
-    def wait(self) -> None:
-        """Return when the sum is there."""
-
-    def deliver(self, has_gradient: Sequence[bool]) -> None:
-        """Give each parameter its sum; nothing new to those that had no gradient on any rank."""
-
-    def abandon(self) -> None:
-        """Let go of all gradients, delivered before or not."""
-
-    def held(self) -> Iterator[tuple[Kind, Tensor]]:
-        """The memory that is held now, and what for; some of it perhaps more than once."""
 
 
 @dataclasses.dataclass
@@ -419,34 +379,3 @@ def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:
     for length in lengths:
         yield values[at : at + length]
         at += length
-
-
-def is_computed(tensor: Tensor) -> bool:
-    """Whether backward goes through it. Not so a parameter or an input, which keeps its hooks for ever."""
-    return tensor.grad_fn is not None
-
-
-def tensors_in(outputs: object) -> Iterator[Tensor]:
-    """The tensors in containers of any kind: those of Python and what is derived from them, what torch knows,
-    dataclasses, and other objects with attributes; in one another, too."""
-    seen: set[int] = set()
-    waiting = [outputs]
-    while waiting:
-        for leaf in pytree.tree_leaves(waiting.pop()):
-            if isinstance(leaf, Tensor):
-                yield leaf
-            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
-                seen.add(id(leaf))
-                waiting.extend(_attributes_of(leaf))
-
-
-def _attributes_of(leaf: object) -> Iterator[object]:
-    if isinstance(leaf, Mapping):
-        yield from leaf.values()
-    elif isinstance(leaf, (Sequence, Set)) and not isinstance(leaf, (str, bytes, bytearray, range)):
-        yield from leaf
-    yield from getattr(leaf, "__dict__", {}).values()
-    for kind in type(leaf).__mro__:
-        slots = getattr(kind, "__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(leaf, name, None)

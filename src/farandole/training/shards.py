@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farandole.training.gradient_sync import Kind
+from farandole.training.bucket import Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Pending, Summing

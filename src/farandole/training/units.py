@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole.training.bucket import Kind
 from farandole.training.errors import NotGatheredError
-from farandole.training.gradient_sync import Kind, tensors_in
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
+from farandole.training.outputs import tensors_in
 from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing

@@ -18,7 +18,8 @@ from farandole.training.arguments import (
     require_dense,
     require_wire_dtype,
 )
-from farandole.training.gradient_sync import GradientSync, Kind, Round
+from farandole.training.bucket import Kind
+from farandole.training.gradient_sync import GradientSync, Round
 from farandole.training.replicas import broadcast, require_same_model
 from farandole.training.summing import Summing
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from farandole.errors import ArgumentError
+from farandole.training.bucket import Kind
 from farandole.training.data_parallel import DataParallel
-from farandole.training.gradient_sync import Kind
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.recorded import started, wait_for
