@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="in all, with those of earlier runs (default: 200)")
     parser.add_argument("--batch", type=int, default=16, help="texts in a step, over all ranks (default: 16)")
     parser.add_argument("--context", type=int, default=64, help="bytes that it looks at (default: 64)")
-    parser.add_argument("--width", type=int, default=192, help="of the network (default: 192)")
+    parser.add_argument("--width", type=int, default=256, help="of the network (default: 256)")
     parser.add_argument("--depth", type=int, default=4, help="blocks (default: 4)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW (default: 1e-3)")
     parser.add_argument("--folder", type=Path, default=Path("train_text"), help="for results (default: train_text)")

@@ -257,6 +257,31 @@ def sixteen_bit_modules_at_any_stage(world: World) -> None:
             go(again, its_optimizer, 1)
 
 
+@check(1, 2, 3, backends=["farandole"])
+def states_of_optimizers_are_whole_or_say_whose_they_are(world: World) -> None:
+    model, plain = make(world, 0, 0)
+    train(model, plain, range(2))
+    sharded, zero = make(world, 2, 1)
+    sharded.load_state_dict(model.state_dict())
+    trained = [one for one in model.parameters() if one.requires_grad]
+    again = torch.optim.AdamW(trained, lr=0.01)  # without the frozen ones, as a ZeroOptimizer is
+    for one in trained:
+        again.state[one] = plain.state[one]
+    zero.load_state_dict(again.state_dict())
+    train(model, plain, range(2, 4))
+    train(sharded, zero, range(2, 4))
+    assert weights(sharded) == weights(model)
+    own = zero.state_dict()
+    zero.load_state_dict(own)
+    others = world.all_of(own)
+    if world.size > 1:
+        text = refusal(lambda: zero.load_state_dict(others[(world.rank + 1) % world.size]), ArgumentError)
+        assert (
+            f"of rank {(world.rank + 1) % world.size} of {world.size}, which are not those of rank {world.rank}" in text
+        )
+        assert "use save_checkpoint" in text
+
+
 @check(2, 3)
 def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
     path = folder(world, "plain")

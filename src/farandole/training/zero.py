@@ -131,12 +131,45 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """Give every rank the parameters as their owners have them. All ranks call this."""
         self._shards.gather()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's pieces; ``part`` says which these are. `save_checkpoint` saves the state of all ranks."""
+        return {**self._inner.state_dict(), "part": self._part()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the state of this rank, of as many, on buckets of the same sizes. `load_checkpoint` takes that of
-        any number of ranks."""
-        self._inner.load_state_dict(state_dict)
+        """Go on with the state of this rank, of as many, on buckets of the same sizes; or with that of an optimizer of
+        the whole parameters, in the same groups. `load_checkpoint` takes that of any number of ranks.
+
+        Raises:
+            ArgumentError: it is the state of other pieces.
+        """
+        given = dict(state_dict)
+        part = given.pop("part", None)
+        if part is None:
+            given = self._cut(given)
+        elif part != self._part():
+            raise ArgumentError(
+                f"this is the state of the pieces of rank {part['rank']} of {part['world_size']}, which are not those "
+                f"of rank {self._part()['rank']} of {self._part()['world_size']} here; use save_checkpoint and "
+                f"load_checkpoint, which any stage and number of ranks can load"
+            )
+        self._inner.load_state_dict(given)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+
+    def _part(self) -> dict[str, Any]:
+        pieces = {one.name: (one.start, one.stop) for one in self.holdings()}
+        return {"rank": self.model.group.rank(), "world_size": self.model.group.size(), "pieces": pieces}
+
+    def _cut(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """From the state of whole parameters, that of this rank's pieces."""
+        holdings = {id(one.value): one for one in self.holdings()}
+        values = [value for group in self.param_groups for value in group["params"]]
+        state = {
+            number: {key: _piece_of(entry, key, holdings[id(values[number])]) for key, entry in entries.items()}
+            for number, entries in whole["state"].items()
+            if number < len(values)
+        }
+        return {**whole, "state": state}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
@@ -174,6 +207,14 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """See `torch.distributed.algorithms.Joinable`."""
         return self.model.group
+
+
+def _piece_of(entry: object, key: str, holding: Holding) -> object:
+    if not isinstance(entry, Tensor):
+        return entry
+    if entry.shape != holding.shape or (key == "step" and entry.dim() == 0):
+        return entry.clone()
+    return entry.reshape(-1)[holding.start : holding.stop].clone()
 
 
 class _Shadow(JoinHook):
