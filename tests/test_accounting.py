@@ -11,6 +11,7 @@ import training_worlds
 from torch import nn
 from training_worlds import Checks, World
 
+from farandole.errors import ArgumentError
 from farandole.training import (
     DataParallel,
     FullyShardedParallel,
@@ -112,6 +113,12 @@ def test_shards_shrink_with_the_number_of_ranks():
         for ranks, one in zip((1, 2, 4, 8), states, strict=True):
             assert near(one, 2 * size / ranks, 0.02)
     assert expected_memory(module, 0, 8).optimizer == 2 * size
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(4, 2), (-1, 2), (0, 0), (3, 1.5)])
+def test_what_makes_no_sense_is_refused(stage, world_size):
+    with pytest.raises(ArgumentError, match=f"^stage={stage}, world_size={world_size}; "):
+        expected_memory(Layers(), stage, world_size)
 
 
 @pytest.fixture(scope="module")

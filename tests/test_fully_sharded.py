@@ -614,6 +614,16 @@ def what_makes_no_sense_is_refused(world: World) -> None:
     assert refusal(lambda: wrap(network(), param_dtype=torch.int8), ArgumentError) == (
         "param_dtype=torch.int8; it must be torch.bfloat16, torch.float16 or None"
     )
+    for units, said in (("x", "units='x'"), ([nn.Linear(1, 1)], "units=[Linear")):
+        text = refusal(lambda units=units: wrap(network(), units=units), ArgumentError)
+        assert text.startswith(said)
+        assert text.endswith("it must be a class of modules, such as nn.Linear, or several")
+    assert refusal(lambda: wrap(None), ArgumentError) == "the module is a NoneType; it must be a torch.nn.Module"
+    for inner in (DataParallel, FullyShardedParallel):
+        for outer in (DataParallel, FullyShardedParallel):
+            wrapped = nn.Sequential(inner(network(), group=world.group))
+            text = refusal(lambda outer=outer, wrapped=wrapped: outer(wrapped, group=world.group), ArgumentError)
+            assert text == "the module is wrapped already, or a part of it is; wrap a plain one, once"
     model = wrap(network())
     assert refusal(lambda: clip_grad_norm_(model, -1), ArgumentError) == (
         "max_norm=-1, norm_type=2.0; they must be at least 0 and above 0"

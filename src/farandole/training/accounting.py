@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from farandole.errors import ArgumentError
 from farandole.training.bucket import Kind
 from farandole.training.bucket_size import DEFAULT_BYTES
 from farandole.training.data_parallel import DataParallel
 from farandole.training.fully_sharded import FullyShardedParallel
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.shards import MAX_ON_THE_WAY, master_dtype
-from farandole.training.units import parameters_by_unit, units_of
+from farandole.training.units import kinds_of, parameters_by_unit, units_of
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = ["MemoryUse", "PeakMemory", "expected_memory", "memory_use"]
@@ -101,6 +102,8 @@ def expected_memory(
         units: as given to `FullyShardedParallel`.
         param_dtype: likewise.
     """
+    if stage not in range(4) or type(world_size) is not int or world_size < 1:
+        raise ArgumentError(f"stage={stage!r}, world_size={world_size!r}; the first is 0 to 3, the other at least 1")
     buffers = sum(one.nbytes for one in module.buffers())
     if stage == 3:
         return _expected_sharded(module, world_size, num_states, units, param_dtype, buffers)
@@ -142,13 +145,12 @@ def _expected_sharded(
     param_dtype: torch.dtype | None,
     buffers: int,
 ) -> MemoryUse:
-    kinds = (units,) if isinstance(units, type) else units
     by_unit = [
         [
             (_Sizes.of([one for _, one in some], world_size, param_dtype), is_trained)
             for (_, is_trained), some in by_kind.items()
         ]
-        for by_kind in parameters_by_unit(module, units_of(module, kinds)).values()
+        for by_kind in parameters_by_unit(module, units_of(module, kinds_of(units))).values()
     ]
     trained = [[one for one, is_trained in unit if is_trained] for unit in by_unit]
     parts = sum(one.part for unit in trained for one in unit)

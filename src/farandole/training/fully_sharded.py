@@ -35,7 +35,7 @@ from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.replicas import broadcast
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
 from farandole.training.unit_calls import UnitCall, is_in_backward
-from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
+from farandole.training.units import Flat, Owner, Unit, kinds_of, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
 
 __all__ = ["FullyShardedParallel"]
@@ -100,7 +100,7 @@ class FullyShardedParallel(Wrapper):
             reproducible=reproducible,
         )
         self._param_dtype = param_dtype
-        kinds = (units,) if isinstance(units, type) else units
+        kinds = kinds_of(units)
         modules = units_of(module, kinds)
         if kinds is not None and not modules:
             raise ArgumentError(f"the module has none of units={', '.join(kind.__name__ for kind in kinds)}")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole.errors import ArgumentError
 from farandole.training.bucket import Kind
 from farandole.training.errors import NotGatheredError
 from farandole.training.layout import Layout
@@ -26,7 +27,7 @@ from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
-__all__ = ["Absent", "Flat", "Owner", "Unit", "parameters_by_unit", "units_of"]
+__all__ = ["Absent", "Flat", "Owner", "Unit", "kinds_of", "parameters_by_unit", "units_of"]
 
 
 class Owner(NamedTuple):
@@ -249,6 +250,21 @@ class Unit:
                     f"{self.name!r} is sharded, and returns a parameter, or a view of one, of shape "
                     f"{tuple(tensor.shape)}: its memory is let go of now; return a clone()"
                 )
+
+
+def kinds_of(units: object) -> tuple[type[nn.Module], ...] | None:
+    """Classes of modules, as the user names them.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    if units is None:
+        return None
+    kinds = tuple(units) if isinstance(units, (tuple, list)) else (units,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ArgumentError(f"units={units!r}; it must be a class of modules, such as nn.Linear, or several")
+    return kinds
 
 
 def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> dict[str, nn.Module]:

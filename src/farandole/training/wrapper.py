@@ -62,6 +62,10 @@ class Wrapper(nn.Module):
         require_choice("unused", unused, ("error", "zeros"))
         require_choice("sparse", sparse, ("error", "dense"))
         require_wire_dtype("wire_dtype", wire_dtype)
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"the module is a {type(module).__name__}; it must be a torch.nn.Module")
+        if any(isinstance(one, Wrapper) for one in module.modules()):
+            raise ArgumentError("the module is wrapped already, or a part of it is; wrap a plain one, once")
         self.group = group_or_world(group)
         self.module = module
         self.aliases = _aliases(module)
