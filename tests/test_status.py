@@ -113,7 +113,8 @@ def test_a_table_for_people(job):
     when(lambda r: r[0]["is_in_it"] and r[4]["is_in_it"] and r[2]["last_message"], job[0])
     text = show(job[0])
     assert re.search(
-        rf"0 +{job[0]} +\d+ +all_reduce\(1000 x float32, sum\), waits for ranks 1, 2, 3 +\d+\.\d +.*calls", text
+        rf"0 +{job[0]} +\d+ +all_reduce\(1000 x float32, sum\), waits for ranks 1, 2, 3 +\d+\.\d +\S+program\.py:11",
+        text,
     )
     assert re.search(rf"1 +{job[1]} +\d+ +no collective; the last was barrier\(\)", text)
     assert "3 ranks, in the job 0, 2, 4" in text
