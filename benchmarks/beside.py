@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.metadata
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +35,11 @@ __all__ = [
     "say",
     "slowest",
     "summary",
+    "turn",
 ]
 
 BACKENDS = ("farandole", "gloo")
+_Batch = TypeVar("_Batch")
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -117,6 +121,23 @@ def slowest(seconds: Sequence[float]) -> list[float]:
     longest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.tolist()
+
+
+def turn(num_steps: int, make_batch: Callable[[], _Batch], step: Callable[[_Batch], None]) -> list[float]:
+    """Seconds of each step of training, on the slowest rank. Making its batch is not timed."""
+    seconds = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(num_steps):
+            batch = make_batch()
+            dist.barrier()
+            start = time.perf_counter()
+            step(batch)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return slowest(seconds)
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, Any]:

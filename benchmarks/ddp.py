@@ -15,9 +15,7 @@ At the end the weights of both models are compared; if they differ, the exit cod
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from typing import Any
 
 import torch
@@ -35,8 +33,8 @@ from benchmarks.beside import (
     parser_of,
     run_ranks,
     say,
-    slowest,
     summary,
+    turn,
 )
 from benchmarks.report import console, print_machine, save
 
@@ -90,22 +88,14 @@ class Trainer:
 
     def turn(self, num_steps: int) -> list[float]:
         """Seconds of each step, on the slowest rank."""
-        seconds = []
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(num_steps):
-                tokens, targets = self._batch()
-                dist.barrier()
-                start = time.perf_counter()
-                logits = self.model(tokens)
-                nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                seconds.append(time.perf_counter() - start)
-        finally:
-            gc.enable()
-        return slowest(seconds)
+        return turn(num_steps, self._batch, self._step)
+
+    def _step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tokens, targets = batch
+        logits = self.model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their successors: of this rank, and of how many steps this model has seen."""

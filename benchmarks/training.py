@@ -20,9 +20,7 @@ measured in another turn of each of farandole's.
 from __future__ import annotations
 
 import copy
-import gc
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole
-from benchmarks.beside import groups, parser_of, run_ranks, say, slowest
+from benchmarks.beside import groups, parser_of, run_ranks, say, turn
 from benchmarks.report import console, print_machine, save
 from farandole.training import DataParallel, FullyShardedParallel, ZeroOptimizer
 
@@ -52,6 +50,8 @@ RATIOS = (
 """How many times as long the first takes as the second, and how many times it should at least."""
 
 NUM_TOKENS = 256
+_NUM_FIRST = 4
+"""Steps of the first turn at least: by then buckets are as they stay."""
 
 
 class Trainer:
@@ -87,21 +87,15 @@ class Trainer:
 
     def turn(self, num_steps: int) -> list[float]:
         """Seconds of each step, on the slowest rank."""
-        seconds = []
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(num_steps):
-                tokens = torch.randint(NUM_TOKENS, self._shape, generator=self._generator)
-                dist.barrier()
-                start = time.perf_counter()
-                self._model(tokens[:, :-1], tokens[:, 1:]).backward()
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                seconds.append(time.perf_counter() - start)
-        finally:
-            gc.enable()
-        return slowest(seconds)
+        return turn(num_steps, self._batch, self._step)
+
+    def _batch(self) -> torch.Tensor:
+        return torch.randint(NUM_TOKENS, self._shape, generator=self._generator)
+
+    def _step(self, tokens: torch.Tensor) -> None:
+        self._model(tokens[:, :-1], tokens[:, 1:]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def exposed(self, num_steps: int) -> dict[str, float]:
         """Seconds of communication in a step on this rank, without computation meanwhile and with it."""
@@ -122,9 +116,9 @@ def measure(settings: dict[str, Any]) -> None:
         turns: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         for number in range(rounds + 1):
             for way, trainer in trainers.items():
-                turn = trainer.turn(max(steps, 4))
+                seconds = trainer.turn(steps if number else max(steps, _NUM_FIRST))
                 if number:
-                    turns[way].append(turn)
+                    turns[way].append(seconds)
                 say(progress=way)
         for way, seconds in turns.items():
             together = np.concatenate(seconds)

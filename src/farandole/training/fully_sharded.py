@@ -114,8 +114,8 @@ class FullyShardedParallel(Wrapper):
         self._makes_graph = False  # in this backward
         self._keeps_graph = False  # of one, to go through it once more: what it uses lies in the units' memory
         self._buckets: dict[str, list[ScatterBucket]] = {}
-        flats = [flat for unit in self.units for flat in unit.flats]
-        trained = [flat for flat in flats if flat.whole[0].requires_grad]
+        self._flats = [flat for unit in self.units for flat in unit.flats]
+        trained = [flat for flat in self._flats if flat.whole[0].requires_grad]
         self.gradient_sync = GradientSync(
             {name: one for flat in trained for name, one in zip(flat.names, flat.whole, strict=True)},
             self.group,
@@ -126,7 +126,7 @@ class FullyShardedParallel(Wrapper):
         )
         self._are_trained = [(one.name, one.value, one.value.requires_grad) for one in self.holdings()]
         self.gradient_sync.on_round = weakly(self.after_round)
-        self.gradient_sync.buckets = self._make_buckets(trained)
+        self.gradient_sync.buckets = self._make_buckets()
         for unit in self.units[1:]:
             self._watch(modules[unit.name], unit)
         for one in self.holdings():  # so that a module of which this is a part has them, too
@@ -152,19 +152,19 @@ class FullyShardedParallel(Wrapper):
             dtype = self._param_dtype
         return Flat(names, parameters, [owners[id(one)] for one in parameters], dtype, self.summing)
 
-    def _make_buckets(self, trained: list[Flat]) -> list[ScatterBucket]:
+    def _make_buckets(self) -> list[ScatterBucket]:
         """In the order in which backward probably fills them."""
         pools: dict[torch.dtype, BufferPool] = {}
-        buckets = []
         at = 0
-        for flat in trained:
-            dtype = flat.whole[0].dtype
-            pool = pools.setdefault(dtype, BufferPool(dtype, self.device, self.group))
-            buckets.append(ScatterBucket(range(at, at + len(flat.names)), flat.shard, pool, self.summing))
-            at += len(flat.names)
-            unit = next(unit for unit in self.units if flat in unit.flats)
-            self._buckets.setdefault(unit.name, []).append(buckets[-1])
-        return buckets[::-1]
+        for unit in self.units:
+            buckets = self._buckets[unit.name] = []
+            for flat in unit.flats:
+                if flat.whole[0].requires_grad:
+                    dtype = flat.whole[0].dtype
+                    pool = pools.setdefault(dtype, BufferPool(dtype, self.device, self.group))
+                    buckets.append(ScatterBucket(range(at, at + len(flat.names)), flat.shard, pool, self.summing))
+                    at += len(flat.names)
+        return [bucket for buckets in self._buckets.values() for bucket in buckets][::-1]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class FullyShardedParallel(Wrapper):
         unit.num_entered -= 1
         unit.num_left += 1
         if unit.num_left == unit.num_expected:
-            self.gradient_sync.may_start(self._buckets.get(unit.name, ()))
+            self.gradient_sync.may_start(self._buckets[unit.name])
         if unit.num_entered == 0:
             self._release(unit)
 
@@ -306,9 +306,8 @@ class FullyShardedParallel(Wrapper):
         kept by the rank whose part it is. All ranks enter and leave together; there is no forward in between."""
         self._let_go()
         with contextlib.ExitStack() as stack, torch.no_grad():
-            for unit in self.units:
-                for flat in unit.flats:
-                    stack.enter_context(flat.shown_as_owned())
+            for flat in self._flats:
+                stack.enter_context(flat.shown_as_owned())
             yield
 
     def named_parameters(
@@ -321,24 +320,21 @@ class FullyShardedParallel(Wrapper):
     def held(self) -> Iterator[tuple[Kind, Tensor]]:
         """The memory that is held now, and what for; some of it perhaps more than once."""
         yield from super().held()
-        for unit in self.units:
-            for flat in unit.flats:
-                yield from flat.held()
+        for flat in self._flats:
+            yield from flat.held()
 
     def sharded_shapes(self) -> dict[str, torch.Size]:
         """Of all parameters."""
         return {
             name: place.shape
-            for unit in self.units
-            for flat in unit.flats
+            for flat in self._flats
             for name, place in zip(flat.names, flat.layout.places, strict=True)
         }
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank has of each parameter."""
-        for unit in self.units:
-            for flat in unit.flats:
-                yield from flat.shard.holdings()
+        for flat in self._flats:
+            yield from flat.shard.holdings()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the module, with whole parameters, on every rank. All ranks call this."""
@@ -368,9 +364,8 @@ class FullyShardedParallel(Wrapper):
             raise CheckpointError(problem[0])
         state = state_dict if self.group.rank() == 0 else None
         with torch.no_grad():
-            for unit in self.units:
-                for flat in unit.flats:
-                    flat.load(state)
+            for flat in self._flats:
+                flat.load(state)
             buffers = dict(self.module.named_buffers())
             for name, buffer in buffers.items():
                 if state is not None and name in state:

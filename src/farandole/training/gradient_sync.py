@@ -87,7 +87,6 @@ class GradientSync:
             rank, so there must be no other collectives in backward; else it is started by `may_start`.
 
     Attributes:
-        buckets: in the order in which they are started, the same on all ranks; to be set before the first backward.
         enabled: whether backward sums; else it accumulates on this rank alone.
         on_open: called when a backward begins that is summed, with whether this rank takes part with gradients.
         on_round: called after each backward that has summed, when all is delivered.
@@ -105,7 +104,7 @@ class GradientSync:
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
-        self.buckets: Sequence[Bucket] = ()
+        self.buckets = ()
         self.enabled = True
         self.on_open: Callable[[bool], None] = lambda _: None
         self.on_round: Callable[[Round], None] = lambda _: None
@@ -134,6 +133,20 @@ class GradientSync:
                 node.register_prehook(lambda _: before_accumulation()),
             ]
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In the order in which they are started, the same on all ranks; to be set before the first backward."""
+        return self._buckets
+
+    @buckets.setter
+    def buckets(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {
+            index: (number, position)
+            for number, bucket in enumerate(buckets)
+            for position, index in enumerate(bucket.indices)
+        }
+
     def let_be_replaced(self) -> None:
         """Take no more gradients: another one takes them."""
         self._is_replaced = True
@@ -156,7 +169,6 @@ class GradientSync:
     def watch(self, outputs: object) -> None:
         """Know the backward of ``outputs`` from its start: its end is that of backward as a whole, where the backward
         of a checkpointed part ends earlier."""
-        self.settle()
         for tensor in tensors_in(outputs):
             if is_computed(tensor):
                 tensor.register_hook(lambda _: self._await_end())
@@ -175,14 +187,7 @@ class GradientSync:
             return  # in a backward: it is not over
         if self._awaits_end and not self._is_open:
             self._open()
-        self._awaits_end = False
-        if self._is_open:
-            self._is_open = False
-            with torch.no_grad():
-                if self._is_summed:
-                    self._close(is_active=True, has_failed=True)
-                else:
-                    self._pause()
+        self._end(has_failed=True)
 
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with no gradients."""
@@ -212,11 +217,6 @@ class GradientSync:
         if self._is_summed:
             self.on_open(is_active)
         self._num_started = 0
-        self._bucket_of = {
-            index: (number, position)
-            for number, bucket in enumerate(self.buckets)
-            for position, index in enumerate(bucket.indices)
-        }
         self._num_missing = [len(bucket.indices) for bucket in self.buckets]
         self._is_complete = [False] * len(self.buckets)
         self._num_accumulated = [0] * len(self.parameters)
@@ -278,19 +278,20 @@ class GradientSync:
             self._num_started += 1
 
     def _at_end(self) -> None:
-        self._awaits_end = False
-        if self._is_open:
-            self._is_open = False
-            with torch.no_grad():
-                if self._is_summed:
-                    self._close(is_active=True)
-                else:
-                    self._pause()
+        self._end(has_failed=False)
         timeline.add("compute", "backward", self._backward_began_ns)
 
-    def _pause(self) -> None:
-        for bucket in self.buckets:
-            bucket.pause()
+    def _end(self, *, has_failed: bool) -> None:
+        self._awaits_end = False
+        if not self._is_open:
+            return
+        self._is_open = False
+        with torch.no_grad():
+            if self._is_summed:
+                self._close(is_active=True, has_failed=has_failed)
+            else:
+                for bucket in self.buckets:
+                    bucket.pause()
 
     def _close(self, *, is_active: bool, has_failed: bool = False) -> None:
         """Start what is left, wait for all, and deliver."""

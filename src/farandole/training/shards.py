@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farandole.training.bucket import Kind
+from farandole.training.bucket import Bucket, Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
-from farandole.training.summing import Pending, Summing
+from farandole.training.summing import Summing
 
 __all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
@@ -143,8 +143,8 @@ class BufferPool:
         self.free.append(memory)
 
 
-class ScatterBucket:
-    """Gradients of which this rank's part is summed; a `farandole.training.gradient_sync.Bucket`.
+class ScatterBucket(Bucket):
+    """Gradients of which this rank's part is summed.
 
     Args:
         indices: of the parameters, among all that are trained.
@@ -154,27 +154,17 @@ class ScatterBucket:
     """
 
     def __init__(self, indices: Sequence[int], shard: FlatShard, memory: BufferPool | Tensor, summing: Summing) -> None:
-        self.indices = indices
+        super().__init__(indices)
         self.shard = shard
         self._memory = memory
         self._summing = summing
         self._buffer: Tensor | None = None  # while it is in use
-        self._taken = [False] * len(indices)
-        self._pending: Pending | None = None
-
-    def begin(self) -> None:
-        self._taken = [False] * len(self.indices)
 
     def pause(self) -> None:
         pass
 
-    def take(self, position: int, gradient: Tensor) -> None:
-        view = self.shard.layout.places[position].view(self._flat())
-        if self._taken[position]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        self._taken[position] = True
+    def _view(self, position: int) -> Tensor:
+        return self.shard.layout.places[position].view(self._flat())
 
     def _flat(self) -> Tensor:
         if self._buffer is None:
@@ -187,18 +177,12 @@ class ScatterBucket:
 
     def start(self) -> None:
         flat = self._flat()
-        for place, taken in zip(self.shard.layout.places, self._taken, strict=True):
-            if not taken:
-                flat[place.start : place.stop].zero_()
+        self._leave_out_others()
         flat[self.shard.layout.numel :].zero_()
         into, accumulate = self.shard.require_gradient(), self.shard.carry()
         self._pending = self._summing.reduce_scatter(flat, self.shard.layout, into, accumulate=accumulate)
         if isinstance(self._memory, BufferPool):
             self._memory.lend(self)
-
-    def advance(self) -> None:
-        if self._pending is not None:
-            self._pending.advance()
 
     def wait(self) -> None:
         if self._pending is not None:

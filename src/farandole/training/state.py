@@ -66,6 +66,11 @@ class State:
         self._wholes = {name: one for name, one in module.named_parameters() if name not in self._sharded}
         self._buffers = {name: one for name, one in module.named_buffers() if name in persistent}
 
+    def _parameters(self) -> dict[str, Any]:
+        """What is here of each, by the keys of a checkpoint."""
+        pieces = {f"model.{one.name}": _Piece.of(one, one.value.detach()) for one in self._pieces}
+        return {**pieces, **{f"model.{name}": one.detach() for name, one in self._wholes.items()}}
+
     def _of_optimizer(self) -> list[Holding]:
         """What it may have a state for."""
         wholes = [Holding(name, one.shape, 0, one.numel(), one) for name, one in self._wholes.items()]
@@ -92,8 +97,7 @@ class State:
         Raises:
             ArgumentError: something cannot be saved.
         """
-        state: dict[str, Any] = {f"model.{one.name}": _Piece.of(one, one.value.detach()) for one in self._pieces}
-        state |= {f"model.{name}": one.detach() for name, one in self._wholes.items()}
+        state = self._parameters()
         if self._optimizer is not None:
             for holding in self._of_optimizer():
                 for key, value in self._optimizer.state.get(holding.value, {}).items():
@@ -128,8 +132,8 @@ class State:
             CheckpointError: the checkpoint has other tensors than this model.
         """
         self._require_match(metadata)
-        state: dict[str, Any] = {f"model.{one.name}": _Piece.of(one, one.value.detach()) for one in self._pieces}
-        state |= {f"model.{name}": one.detach() for name, one in {**self._wholes, **self._buffers}.items()}
+        state = self._parameters()
+        state |= {f"model.{name}": one for name, one in self._buffers.items()}
         state[_ABOUT] = ""
         if self._optimizer is not None:
             found = _states_by_name(metadata)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from farandole.training.bucket import Bucket, Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
-from farandole.training.summing import Pending, Summing
+from farandole.training.summing import Summing
 
 __all__ = ["SummedBucket"]
 
@@ -19,7 +19,7 @@ class SummedBucket(Bucket):
     """Gradients in one flat tensor, summed where they lie."""
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], summing: Summing) -> None:
-        self.indices = indices
+        super().__init__(indices)
         self._parameters = [parameters[index] for index in indices]
         self._summing = summing
         self._layout = Layout([one.shape for one in self._parameters], summing.world_size)
@@ -28,8 +28,6 @@ class SummedBucket(Bucket):
         self._carried_views: list[Tensor] = []
         self.is_carried = [False] * len(indices)
         self._seen: list[tuple[Tensor | None, int]] = []  # gradients, and their versions, when backward paused
-        self._taken = [False] * len(indices)
-        self._pending: Pending | None = None
         self._use(self._zeros())
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is not None:  # what an earlier bucket has delivered
@@ -47,7 +45,7 @@ class SummedBucket(Bucket):
         ]
 
     def begin(self) -> None:
-        self._taken = [False] * len(self.indices)
+        super().begin()
         if self._carried is None:
             self._carry()
         else:  # since before a backward that was not summed
@@ -91,23 +89,12 @@ class SummedBucket(Bucket):
                 parameter.grad = view  # so that it is seen whether it is let go of
         self._seen = [(one.grad, -1 if one.grad is None else one.grad._version) for one in self._parameters]
 
-    def take(self, position: int, gradient: Tensor) -> None:
-        view = self._views[position]
-        if self._taken[position]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-        self._taken[position] = True
+    def _view(self, position: int) -> Tensor:
+        return self._views[position]
 
     def start(self) -> None:
-        for view, taken in zip(self._views, self._taken, strict=True):
-            if not taken:
-                view.zero_()
+        self._leave_out_others()
         self._pending = self._summing.all_reduce(self._flat, self._layout, self._carried)
-
-    def advance(self) -> None:
-        if self._pending is not None:
-            self._pending.advance()
 
     def wait(self) -> None:
         assert self._pending is not None

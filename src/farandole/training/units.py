@@ -155,10 +155,16 @@ class Flat:
         """Give the memory back."""
         self._memory.untyped_storage().resize_(0)
 
+    def _as_owned(self) -> Tensor:
+        """All parts, in the dtype that the optimizer works in, in memory of their own."""
+        values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
+        with blocking("all_gather", values, self.group):
+            dist.all_gather_single(values, self.shard.own, group=self.group)
+        return values
+
     def load(self, state: Mapping[str, Tensor] | None) -> None:
         """Take the values that rank 0 has; those it has not stay. The others give None."""
-        values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
-        dist.all_gather_single(values, self.shard.own, group=self.group)
+        values = self._as_owned()
         for name, place in zip(self.names, self.layout.places, strict=True):
             if state is not None and name in state:
                 place.view(values).copy_(state[name])
@@ -174,9 +180,7 @@ class Flat:
     def shown_as_owned(self) -> Iterator[None]:
         """Give the modules parameters of the dtype that the optimizer works in; what is written into this rank's part
         stays."""
-        values = torch.empty(self.layout.flat_numel, dtype=self.shard.own.dtype, device=self.shard.own.device)
-        with blocking("all_gather", values, self.group):
-            dist.all_gather_single(values, self.shard.own, group=self.group)
+        values = self._as_owned()
         self.show(
             [
                 nn.Parameter(place.view(values), requires_grad=one.requires_grad)
