@@ -30,6 +30,7 @@ from training_worlds import (
     delays,
     identical,
     network,
+    random_backwards,
     random_seeds,
     refusal,
 )
@@ -156,18 +157,7 @@ def random_modules_backwards_and_buckets(world: World) -> None:
         optimizer = ADAM(wrapped.parameters())
         with delays(world.rank) if rng.random() < 0.5 else contextlib.nullcontext():
             for step in range(3):
-                num_backwards = rng.randint(1, 3)
-                for number in range(num_backwards):
-                    is_summed = number == num_backwards - 1 or rng.random() < 0.5
-                    for rank in range(world.size):
-                        order = rng.sample(range(6), rng.randint(1, 6))
-                        inputs = batch(rank, 10 * step + number, rng.randint(1, 5))
-                        expected.backward(rank, lambda model, i=inputs, o=order: squares(model(i, o)))
-                        if rank == world.rank:
-                            with contextlib.nullcontext() if is_summed else wrapped.no_sync():
-                                squares(wrapped(inputs, order)).backward()
-                    if is_summed:
-                        expected.sum()
+                random_backwards(world, rng, wrapped, expected, step)
                 for one, other in zip(wrapped.parameters(), expected.module.parameters(), strict=True):
                     assert (one.grad is None) == (other.grad is None)
                 expected.step()

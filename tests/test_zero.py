@@ -24,6 +24,7 @@ from training_worlds import (
     delays,
     identical,
     network,
+    random_backwards,
     random_seeds,
     refusal,
 )
@@ -119,18 +120,7 @@ def random_modules_backwards_and_buckets(world: World) -> None:
         optimizer = optimizer_of(model, rng.choice([1, 2]), make)
         with delays(world.rank) if rng.random() < 0.5 else contextlib.nullcontext():
             for step in range(3):
-                num_backwards = rng.randint(1, 3)
-                for number in range(num_backwards):
-                    is_summed = number == num_backwards - 1 or rng.random() < 0.5
-                    for rank in range(world.size):
-                        order = rng.sample(range(6), rng.randint(1, 6))
-                        inputs = batch(rank, 10 * step + number, rng.randint(1, 5))
-                        expected.backward(rank, lambda one, i=inputs, o=order: squares(one(i, o)))
-                        if rank == world.rank:
-                            with contextlib.nullcontext() if is_summed else model.no_sync():
-                                squares(model(inputs, order)).backward()
-                    if is_summed:
-                        expected.sum()
+                random_backwards(world, rng, model, expected, step)
                 expected.step()
                 updates(optimizer)
         if reproducible:

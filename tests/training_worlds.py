@@ -291,5 +291,21 @@ class Reference:
                 mine.data.copy_(new.data)
 
 
+def random_backwards(world: World, rng: random.Random, model, expected: Reference, step: int) -> None:
+    """Those of a step, of a `Mixed`: some summed, the last one always. Ranks take branches in orders of their own."""
+    num_backwards = rng.randint(1, 3)
+    for number in range(num_backwards):
+        is_summed = number == num_backwards - 1 or rng.random() < 0.5
+        for rank in range(world.size):
+            order = rng.sample(range(6), rng.randint(1, 6))
+            inputs = batch(rank, 10 * step + number, rng.randint(1, 5))
+            expected.backward(rank, lambda one, i=inputs, o=order: (one(i, o) ** 2).mean())
+            if rank == world.rank:
+                with contextlib.nullcontext() if is_summed else model.no_sync():
+                    (model(inputs, order) ** 2).mean().backward()
+        if is_summed:
+            expected.sum()
+
+
 if __name__ == "__main__":
     main()
