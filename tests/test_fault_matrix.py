@@ -144,9 +144,9 @@ def run_case(case: tuple[str, str, str, str], seed: int) -> float:
         died = next((moment for name, moment in reports[victim] if name == "death"), None)
         for rank in survivors:
             (report,) = reports[rank]
-            if phase == "in close":
-                assert report[0] in ("closed", "PeerLostError"), f"{what}: rank {rank} says {report}"
+            if phase == "in close" and report[0] == "closed":
                 continue
+            # in close, too: a rank may be out of the barrier before it, and die, when others are still in it
             check_report(report, phase, death, victim, f"{what}: rank {rank} says {report}")
         return max(reports[rank][0][-1] for rank in survivors) - (died or time.monotonic())
     finally:
