@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -148,11 +150,10 @@ def _begin(
 
 
 def _require_writable(path: Path) -> None:
-    is_new = not path.exists()
-    with path.open("ab"):
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with tempfile.TemporaryFile(dir=path.parent):  # not the file itself: others may be about to write it, too
         pass
-    if is_new:
-        path.unlink()
 
 
 def _end(own: Trace, record: Record, ranks: Ranks, failed: bool) -> None:
