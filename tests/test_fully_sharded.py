@@ -51,6 +51,14 @@ def require_released(model: FullyShardedParallel) -> None:
             assert all(one.untyped_storage().nbytes() == 0 for one in flat.whole), unit.name
 
 
+def at_stage(world: World, stage: int, module: nn.Module, make=SGD, **options):
+    if stage == 3:
+        model = FullyShardedParallel(module, group=world.group, **options)
+        return model, make(model.parameters())
+    model = DataParallel(module, group=world.group, bucket_bytes=200, **options)
+    return model, ZeroOptimizer(model, make, stage=stage) if stage else make(model.parameters())
+
+
 # --- The right weights -----------------------------------------------------------------------------------------------
 
 
@@ -90,23 +98,70 @@ def random_modules_are_trained_as_by_one_process(world: World) -> None:
 def all_stages_give_the_same_bits(world: World) -> None:
     states = []
     for stage in range(4):
-        module = network()
-        if stage == 3:
-            model = FullyShardedParallel(module, group=world.group, reproducible=True)
-            optimizer = ADAM(model.parameters())
-        else:
-            model = DataParallel(module, group=world.group, reproducible=True, bucket_bytes=200)
-            optimizer = (
-                ZeroOptimizer(model, partial(torch.optim.AdamW), stage=stage, lr=0.01, weight_decay=0.1)
-                if (stage)
-                else ADAM(model.parameters())
-            )
+        model, optimizer = at_stage(world, stage, network(), ADAM, reproducible=True)
         for step in range(50):
             optimizer.zero_grad()
             squares(model(batch(world.rank, step))).backward()
             optimizer.step()
         states.append({name: bits(one) for name, one in model.state_dict().items()})
     assert states[0] == states[1] == states[2] == states[3]
+
+
+@check(1, 2, 3)
+def autocast_gives_what_it_gives_in_one_process(world: World) -> None:
+    for stage in range(4):
+        reference = Reference(network(), world.size, ADAM)
+        model, optimizer = at_stage(world, stage, network(), ADAM, reproducible=True)
+        for step in range(5):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squares(model(batch(world.rank, step)))
+            loss.backward()
+            for rank in range(world.size):
+                with torch.autocast("cpu", torch.bfloat16):
+                    reference.backward(rank, lambda one, rank=rank, step=step: squares(one(batch(rank, step))))
+            reference.sum()
+            for one in (optimizer, reference):
+                one.step()
+            optimizer.zero_grad()
+        same_bits(model, reference.module)
+
+
+def compiled(function):
+    return torch.compile(function, backend="aot_eager")
+
+
+@check(2)
+def what_is_compiled_is_trained_as_what_is_not(world: World) -> None:
+    def trained(stage: int, what: str) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        module = nn.Sequential(network(), nn.BatchNorm1d(5))
+        if what == "layers":
+            for layer in module[0]:
+                layer.compile(backend="aot_eager")
+        model, optimizer = at_stage(world, stage, compiled(module) if what == "module" else module)
+        call = compiled(model) if what == "wrapper" else model
+
+        def step(first: Tensor, second: Tensor) -> None:
+            with model.no_sync():
+                squares(call(first)).backward()
+            squares(call(second)).backward()
+            clip_grad_norm_(optimizer if stage in (1, 2) else model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if what == "step":
+            step = compiled(step)
+        for number in range(0, 6, 2):
+            step(batch(world.rank, number), batch(world.rank, number + 1))
+        return {name.replace("_orig_mod.", ""): one.clone() for name, one in model.state_dict().items()}
+
+    for stage in range(4):
+        expected = trained(stage, "nothing")
+        for what in ("layers", "module", "wrapper", "step"):
+            actual = trained(stage, what)
+            world.require_same(one for name, one in actual.items() if "running" not in name)
+            for name, one in expected.items():
+                torch.testing.assert_close(actual[name], one, msg=lambda said, at=(stage, what, name): f"{at}: {said}")
 
 
 @check(2, 4)
@@ -679,14 +734,6 @@ def gradients_of_which_some_are_let_go_of_or_replaced(world: World) -> None:
                     value.grad = None
                 elif value.grad is not None and name.startswith("2."):
                     value.grad = value.grad * 3
-
-
-def at_stage(world: World, stage: int, module: nn.Module):
-    if stage == 3:
-        model = FullyShardedParallel(module, group=world.group)
-        return model, SGD(model.parameters())
-    model = DataParallel(module, group=world.group)
-    return model, ZeroOptimizer(model, SGD, stage=stage) if stage else SGD(model.parameters())
 
 
 @check(2, 3)

@@ -422,6 +422,44 @@ def functional_collectives_alone_and_compiled() -> None:
             torch.testing.assert_close(actual + 0, wanted)
 
 
+@check
+def calls_within_what_is_compiled() -> None:
+    def in_the_background(x):
+        total = x * 2
+        dist.all_reduce(total, async_op=True).wait()
+        return total + 1
+
+    def at_a_barrier(x):
+        doubled = x * 2
+        dist.barrier()
+        return doubled + 1
+
+    def around_the_ring(x):
+        doubled = x * 2
+        received = torch.empty_like(x)
+        before, after = (rank() - 1) % size(), (rank() + 1) % size()
+        messages = [dist.P2POp(dist.isend, doubled, after), dist.P2POp(dist.irecv, received, before)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        return received + 1
+
+    def through_a_new_group(x):
+        doubled = x * 2
+        dist.all_reduce(doubled, group=dist.new_group(list(range(size()))))
+        return doubled + 1
+
+    def through_a_future(x):
+        doubled = x * 2
+        work = dist.all_reduce(doubled, async_op=True)
+        (total,) = work.get_future().wait()
+        assert work.is_completed()
+        return total + 1
+
+    mine = torch.arange(4.0) + rank()
+    for function in (in_the_background, at_a_barrier, around_the_ring, through_a_new_group, through_a_future):
+        torch.testing.assert_close(torch.compile(function, backend="eager")(mine), function(mine))
+
+
 # --- The plain API ----------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ from farandole.torch_backend.tensors import (
     require_equal_dtypes,
 )
 from farandole.torch_backend.works import Completer, FinishedHandle, Handle, Handles, seconds_of
+from farandole.torch_eager import eager
 from farandole.torch_store import StoreMeetingPlace, meeting_name
 from farandole.work import Work
 
@@ -57,6 +58,7 @@ Tensor: TypeAlias = torch.Tensor
 Tensors: TypeAlias = Sequence[Tensor]
 
 
+@eager
 def create(options: Any, _backend_options: Any = None) -> ProcessGroup:
     """The group that torch asks for.
 
@@ -94,6 +96,7 @@ def _require_alive(job_ranks: Sequence[int]) -> None:
 _MOST_SPARSE_DIMENSIONS = 32
 
 
+@eager
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of a `torch.distributed` group.
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from farandole import timeline
 from farandole.runner import close_at_exit
 from farandole.torch_backend.backward import record_end_of_backward
+from farandole.torch_eager import eager
 from farandole.work import Work
 
 __all__ = ["Completer", "FinishedHandle", "Handle", "Handles", "seconds_of"]
@@ -40,6 +41,7 @@ def seconds_of(timeout: timedelta) -> float | None:
     return None if seconds < 0 else seconds or math.inf
 
 
+@eager
 class FinishedHandle(dist.Work):
     """Of calls that were over before they returned."""
 
@@ -81,6 +83,7 @@ class FinishedHandle(dist.Work):
     source_rank = _source_rank
 
 
+@eager
 class Handle(dist.Work):
     """Of calls that go on in the background.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from farandole import timeline
+from farandole.torch_eager import eager
 from farandole.training.arguments import require_size
 from farandole.training.bucket import Bucket
 from farandole.training.bucket_size import DEFAULT_BYTES, FIRST_BYTES, best_bucket_bytes, measure_link
@@ -28,6 +28,7 @@ from farandole.training.wrapper import Wrapper
 __all__ = ["DataParallel"]
 
 
+@eager
 class DataParallel(Wrapper, Joinable):
     """Trains copies of a module, one per rank, with the gradients of all.
 
@@ -105,9 +106,9 @@ class DataParallel(Wrapper, Joinable):
         # The first that is registered is used first, so its gradient comes last.
         self._fill_buckets(list(reversed(range(len(trained)))))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module."""
-        self.gradient_sync.settle()
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `Wrapper`."""
+        args, kwargs = super().before_forward(args, kwargs)
         if torch.is_grad_enabled() and self.training:
             self.require_unchanged(self._are_trained)
             Join.notify_join_context(self)
@@ -115,11 +116,7 @@ class DataParallel(Wrapper, Joinable):
             if self._join_config.enable:
                 src, _ = self._agree_in_join(is_active=True)
             self.share_buffers(src)
-        with timeline.span("compute", "forward"):
-            outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.gradient_sync.watch(outputs)
-        return outputs
+        return args, kwargs
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +222,7 @@ class DataParallel(Wrapper, Joinable):
         self.summing.divisor = self.summing.world_size if self.summing.is_mean else 1
 
 
+@eager
 class _Shadow(JoinHook):
     """What a rank does for the others when it is through."""
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from farandole import timeline
 from farandole.errors import ArgumentError
+from farandole.torch_eager import eager
 from farandole.training.arguments import require_wire_dtype
 from farandole.training.bucket import Kind
 from farandole.training.errors import CheckpointError
@@ -41,6 +41,7 @@ from farandole.training.wrapper import Wrapper
 __all__ = ["FullyShardedParallel"]
 
 
+@eager
 class FullyShardedParallel(Wrapper):
     """Trains a module of which each rank keeps a part.
 
@@ -168,13 +169,12 @@ class FullyShardedParallel(Wrapper):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module."""
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `Wrapper`."""
+        args, kwargs = super().before_forward(args, kwargs)
         if self._param_dtype is not None:
             args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
-        self.gradient_sync.settle()
-        for_backward = torch.is_grad_enabled()
-        if for_backward and self.training:
+        if torch.is_grad_enabled() and self.training:
             self.require_unchanged(self._are_trained)
             self.share_buffers()
         if not is_in_backward():
@@ -183,13 +183,16 @@ class FullyShardedParallel(Wrapper):
         self._rest.gather()
         if self._order:
             self._order[0].start()
-        try:
-            with timeline.span("compute", "forward"):
-                outputs = self.module(*args, **kwargs)
-        except BaseException:
-            self._let_go()
-            raise
+        return args, kwargs
+
+    def forward_failed(self) -> None:
+        """See `Wrapper`."""
+        self._let_go()
+
+    def after_forward(self, outputs: object) -> None:
+        """See `Wrapper`."""
         self._order = self._next_order or self._order
+        for_backward = torch.is_grad_enabled()
         kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
         for unit in self.units:
             if unit not in kept:
@@ -198,8 +201,7 @@ class FullyShardedParallel(Wrapper):
             for tensor in tensors_in(outputs):
                 if is_computed(tensor):
                     tensor.register_hook(lambda _: self._await_end())
-            self.gradient_sync.watch(outputs)
-        return outputs
+        super().after_forward(outputs)
 
     def _cast(self, value: object) -> object:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -211,6 +213,7 @@ class FullyShardedParallel(Wrapper):
         calls: list[UnitCall] = []
         reference = weakref.ref(self)
 
+        @eager
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if (self := reference()) is None:
                 raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
@@ -219,6 +222,7 @@ class FullyShardedParallel(Wrapper):
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
 
+        @eager
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
             if (self := reference()) is None or not calls:
                 return

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole import timeline
 from farandole.errors import ArgumentError
+from farandole.torch_eager import eager
 from farandole.training.bucket import Bucket
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
 from farandole.training.outputs import is_computed, tensors_in
@@ -74,6 +75,7 @@ class Round:
     waited_s: float = 0.0
 
 
+@eager
 class GradientSync:
     """Takes the gradients of parameters as backward makes them, and sums them.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from farandole.torch_eager import eager
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.units import Unit
 
@@ -30,6 +31,7 @@ class Caller(Protocol):
         """Backward is through with one."""
 
 
+@eager
 class UnitCall:
     """One forward of a unit, whose backward is to come."""
 

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole import timeline
 from farandole.errors import ArgumentError
+from farandole.torch_eager import eager
 from farandole.training.arguments import (
     device_of,
     group_or_world,
@@ -81,6 +83,34 @@ class Wrapper(nn.Module):
         self._buffers_are_due = False  # those of all ranks are alike now
         self._num_rounds = 0
         self.waited_s = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        args, kwargs = self.before_forward(args, kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        except BaseException:
+            self.forward_failed()
+            raise
+        self.after_forward(outputs)
+        return outputs
+
+    @eager
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What is to be done before the module computes. Returns its arguments."""
+        self.gradient_sync.settle()
+        self._forward_began_ns = timeline.moment()
+        return args, kwargs
+
+    def forward_failed(self) -> None:
+        """The module has raised."""
+
+    @eager
+    def after_forward(self, outputs: object) -> None:
+        """What is to be done with what the module has returned."""
+        timeline.add("compute", "forward", self._forward_began_ns)
+        if torch.is_grad_enabled():
+            self.gradient_sync.watch(outputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Wrapper:
         """What `to`, `half`, `cuda` and the like do."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from farandole.errors import ArgumentError
+from farandole.torch_eager import eager
 from farandole.training.bucket import Kind
 from farandole.training.data_parallel import DataParallel
 from farandole.training.layout import Layout, into_buckets
@@ -29,6 +30,7 @@ from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBuc
 __all__ = ["ZeroOptimizer"]
 
 
+@eager
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """Runs an optimizer on this rank's part of the parameters, and gathers what it made of them.
 
