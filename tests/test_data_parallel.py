@@ -33,6 +33,8 @@ from training_worlds import (
     random_backwards,
     random_seeds,
     refusal,
+    squares,
+    updates,
 )
 
 from farandole.errors import ArgumentError
@@ -50,15 +52,6 @@ from farandole.training.bucket_size import CANDIDATES_BYTES, FIRST_BYTES
 check = Checks()
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def squares(outputs: Tensor) -> Tensor:
-    return (outputs**2).mean()
-
-
-def updates(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def all_batches(world: World, step: int, rows: int = 4) -> Tensor:

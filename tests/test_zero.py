@@ -27,6 +27,8 @@ from training_worlds import (
     random_backwards,
     random_seeds,
     refusal,
+    squares,
+    updates,
 )
 
 from farandole.errors import ArgumentError
@@ -37,15 +39,6 @@ check = Checks()
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STAGES = (0, 1, 2)
-
-
-def squares(outputs: Tensor) -> Tensor:
-    return (outputs**2).mean()
-
-
-def updates(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def optimizer_of(model: DataParallel, stage: int, make=ADAM) -> torch.optim.Optimizer:
@@ -564,6 +557,25 @@ def a_closure(world: World) -> None:
         with torch.no_grad():
             assert optimizer.step(closure).item() > 0
     identical(model.module, expected.module)
+
+
+@check(1, 2, 3)
+def a_step_between_a_forward_and_its_backward_is_refused(world: World) -> None:
+    for stage in STAGES:
+        model = wrap(world, network())
+        optimizer = optimizer_of(model, stage)
+        expected = Reference(network(), world.size, ADAM)
+        for step in range(3):
+            squares(model(batch(world.rank, step))).backward()
+            early = squares(model(batch(world.rank, step)))
+            updates(optimizer)
+            assert "modified by an inplace operation" in refusal(early.backward, RuntimeError)
+            optimizer.zero_grad()
+            for rank in range(world.size):
+                expected.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+            expected.sum()
+            expected.step()
+        close(model.module, expected.module)
 
 
 @check(2, 3)

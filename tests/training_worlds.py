@@ -160,6 +160,15 @@ def network(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(10, 17), nn.ReLU(), nn.Linear(17, 7), nn.Tanh(), nn.Linear(7, 5))
 
 
+def squares(outputs: Tensor) -> Tensor:
+    return (outputs**2).mean()
+
+
+def updates(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def close(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-5) -> None:
     """All weights, to rounding of the narrower ones."""
     for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):

@@ -132,6 +132,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def gather(self) -> None:
         """Give every rank the parameters as their owners have them. All ranks call this."""
         self._shards.gather()
+        # Not seen by autograd, which has to refuse the backward of a forward with other parameters.
+        torch.autograd.graph.increment_version(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank's pieces; ``part`` says which these are. `save_checkpoint` saves the state of all ranks."""
