@@ -4,8 +4,8 @@
     farandole run -n 4 examples/zero_table.py --weights bfloat16
 
 Stage 0 is DataParallel, 1 and 2 are ZeroOptimizer, 3 is FullyShardedParallel. Bytes sent are what the engine counted
-on rank 0, per step; memory is the most that this rank held of each kind. Communication is exposed while nothing is
-computed meanwhile, else hidden.
+on rank 0, per step; memory is the most that this rank held of each kind. Communication is exposed while a rank waits
+for it, else hidden.
 """
 
 from __future__ import annotations

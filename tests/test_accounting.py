@@ -105,6 +105,13 @@ def the_formula_is_what_is_held(world: World) -> None:
                 assert near(total, expected.total, 0.05) or total < expected.total, (stage, total, expected)
 
 
+def test_a_module_that_is_not_trained_has_parameters_alone():
+    for stage in range(3):
+        module = nn.Linear(64, 64).requires_grad_(False)
+        found = expected_memory(module, stage, 2)
+        assert found.total == found.parameters == (64 * 64 + 64) * 4
+
+
 def test_shards_shrink_with_the_number_of_ranks():
     module = Layers()
     size = sum(one.nbytes for one in module.parameters() if one.requires_grad)

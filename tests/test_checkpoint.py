@@ -334,6 +334,41 @@ def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
     )
 
 
+@check(2, 3)
+def what_does_not_fit_one_rank_is_told_to_all_and_leaves_the_state(world: World) -> None:
+    for stage in range(4):
+        path = folder(world, f"one-{stage}")
+        model, optimizer = make(world, stage, 0)
+        train(model, optimizer, range(2))
+        save_checkpoint(path, model, optimizer)
+        train(model, optimizer, range(2, 4))
+
+        def states(optimizer=optimizer) -> dict:
+            return {
+                (id(parameter), key): bits(one)
+                for parameter, entries in optimizer.state.items()
+                for key, one in entries.items()
+                if parameter.numel()
+            }
+
+        before = states()
+        other = optimizer
+        if world.rank == 1:
+            plain = [value for group in optimizer.param_groups for value in group["params"]]
+            other = torch.optim.SGD(plain, lr=0.1) if stage in (0, 3) else optimizer
+            if stage in (1, 2):
+                optimizer.param_groups[0]["more"] = 1
+        load = partial(load_checkpoint, path, model)
+        problem = refusal(partial(load, other), CheckpointError)
+        assert "another kind of optimizer" in problem
+        assert states() == before
+        if stage in (1, 2):
+            optimizer.param_groups[0].pop("more", None)
+        load(optimizer)
+        train(model, optimizer, range(2, 4))
+        assert states() == before
+
+
 @check(2, backends=["farandole"])
 def a_save_that_fails_leaves_the_one_before(world: World) -> None:
     path = folder(world, "stays")

@@ -436,6 +436,59 @@ def a_sparse_gradient_of_no_layer_is_refused_in_backward(world: World) -> None:
     assert "sparse='dense'" in said
 
 
+@check(2, 3)
+def a_sparse_gradient_on_one_rank_alone_is_told_to_all(world: World) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 3))
+
+        def forward(self, word: int, *, sparse: bool) -> Tensor:
+            return F.embedding(torch.tensor([word]), self.table, sparse=sparse).sum() * (word + 1)
+
+    for reproducible in (False, True):
+        wrapped = DataParallel(Table(), group=world.group, reproducible=reproducible)
+        for _ in range(2):
+            loss = wrapped(0, sparse=world.rank == 0)
+            if world.rank == 0:
+                assert "'table'" in refusal(loss.backward, SparseGradientError)
+            else:
+                assert "failed on rank 0" in refusal(loss.backward, BackwardFailedError)
+            wrapped(world.rank, sparse=False).backward()
+            expected = torch.zeros(5, 3)
+            for rank in range(world.size):
+                expected[rank] = (rank + 1) / world.size
+            torch.testing.assert_close(wrapped.module.table.grad, expected)
+            wrapped.zero_grad()
+
+
+@check(2, 3)
+def sparse_gradients_that_come_late(world: World) -> None:
+    """A parameter that accumulates more often on one rank than on the others."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 2, sparse=True)
+
+        def once(self, word: Tensor, values: Tensor) -> Tensor:
+            return self.words(word) * values
+
+        def forward(self, values: Tensor, times: int) -> Tensor:
+            for _ in range(times):
+                values = checkpoint(self.once, torch.tensor([1]), values, use_reentrant=True)
+            return values.sum()
+
+    for reproducible in (False, True):
+        wrapped = DataParallel(Repeated(), group=world.group, sparse="dense", reproducible=reproducible)
+        word = wrapped.module.words.weight[1].detach()
+        expected = (2 * word + (world.size - 1)) / world.size
+        for _ in range(3):
+            wrapped.zero_grad()
+            wrapped(torch.ones(1, 2, requires_grad=True), 2 if world.rank == 0 else 1).backward()
+            torch.testing.assert_close(wrapped.module.words.weight.grad[1], expected)
+
+
 # --- Parameters that are not used ------------------------------------------------------------------------------------
 
 
@@ -658,6 +711,58 @@ def batches_run_out_while_gradients_accumulate(world: World) -> None:
         for one, other in zip(wrapped.parameters(), expected.module.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
     world.require_same(wrapped.buffers())
+
+
+@check(2, 3)
+def different_numbers_of_batches_with_frozen_statistics(world: World) -> None:
+    layers = nn.Sequential(network(), nn.BatchNorm1d(5)).eval()
+    alone = copy.deepcopy(layers)
+    wrapped = DataParallel(layers, group=world.group).eval()
+    optimizers = SGD(wrapped.parameters()), SGD(alone.parameters())
+    with wrapped.join():
+        for step in range(1 + world.rank):
+            squares(wrapped(batch(world.rank, step))).backward()
+            updates(optimizers[0])
+    for step in range(world.size):
+        for rank in range(step, world.size):
+            (squares(alone(batch(rank, step))) / world.size).backward()
+        updates(optimizers[1])
+    close(wrapped.module, alone)
+
+
+@check(2)
+def what_a_rank_lays_out_otherwise_is_refused(world: World) -> None:
+    layer = nn.Conv2d(2, 2, 2)
+    if world.rank == 1:
+        layer = layer.to(memory_format=torch.channels_last)
+    said = refusal(lambda: DataParallel(layer, group=world.group), DifferentModelsError)
+    assert "rank 1 has weight" in said.replace("'", "")
+    assert "of strides (8, 1, 4, 2)" in said
+    expanded = nn.Linear(2, 2)
+    expanded.register_buffer("mask", torch.ones(1).expand(4))
+    assert "'mask' was made by expand()" in refusal(lambda: DataParallel(expanded, group=world.group), ArgumentError)
+
+
+@check(1, 2)
+def a_child_that_is_called_module(world: World) -> None:
+    outer = nn.Module()
+    outer.weight = nn.Parameter(torch.full((2,), 1.0))
+    outer.module = nn.Module()
+    outer.module.weight = nn.Parameter(torch.full((2,), 2.0))
+    wrapped = DataParallel(outer, group=world.group)
+    state = {name: one + 10 for name, one in wrapped.state_dict().items()}
+    wrapped.load_state_dict(state)
+    assert outer.weight.tolist() == [11, 11]
+    assert outer.module.weight.tolist() == [12, 12]
+
+
+@check(2, 3)
+def sixteen_bit_gradients_that_are_carried_do_not_overflow(world: World) -> None:
+    layer = nn.Linear(1, 1, bias=False).half()
+    wrapped = DataParallel(layer, group=world.group, reproducible=True)
+    for factor in (40000.0, 1000.0):
+        wrapped(torch.full((1, 1), factor, dtype=torch.float16)).sum().backward()
+    assert abs(layer.weight.grad.item() - 41000) <= 16
 
 
 @check(2, 3)

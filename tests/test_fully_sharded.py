@@ -49,6 +49,7 @@ def require_released(model: FullyShardedParallel) -> None:
     for unit in model.units:
         for flat in unit.flats:
             assert all(one.untyped_storage().nbytes() == 0 for one in flat.whole), unit.name
+            assert flat._sent is None
 
 
 def at_stage(world: World, stage: int, module: nn.Module, make=SGD, **options):
@@ -754,6 +755,49 @@ def an_overflow_in_the_part_of_one_rank_skips_the_step_of_all(world: World) -> N
             assert torch.equal(after, before) == overflows, (stage, overflows)
             world.require_same([after])
             assert set(world.all_of(scaler.get_scale())) == {4.0}
+
+
+@check(1, 2, 3)
+def the_model_lets_go_of_all_gradients(world: World) -> None:
+    for stage in range(4):
+        for set_to_none in (True, False):
+            reference = Reference(network(), world.size, SGD)
+            model, optimizer = at_stage(world, stage, network(), reproducible=True)
+            for step in range(3):
+                with model.no_sync():
+                    squares(model(batch(world.rank, 7))).backward()
+                model.zero_grad(set_to_none)
+                squares(model(batch(world.rank, 8))).backward()
+                model.zero_grad(set_to_none)
+                squares(model(batch(world.rank, step))).backward()
+                for rank in range(world.size):
+                    reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+                reference.sum()
+                optimizer.step()
+                reference.step()
+                model.zero_grad(set_to_none)
+            same_bits(model, reference.module)
+
+
+@check(2, 3)
+def rank_0_gives_what_it_has_by_any_name_and_what_is_no_tensor(world: World) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> dict:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict) -> None:
+            self.count = state["count"]
+
+    layers = nn.Sequential(Counting(4, 4), nn.Linear(4, 4))
+    layers[1].weight = layers[0].weight
+    model = FullyShardedParallel(layers, units=nn.Linear, group=world.group)
+    values = torch.arange(16.0).reshape(4, 4)
+    given = {"1.weight": values, "0._extra_state": {"count": 5}} if world.rank == 0 else None
+    model.load_state_dict(given, strict=False)
+    assert torch.equal(model.state_dict()["0.weight"], values)
+    assert layers[0].count == 5
 
 
 @check(2)

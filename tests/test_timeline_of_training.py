@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests import jobs
 from tests.test_timeline import assert_one_clock_was_measured
 from typer.testing import CliRunner
 
+import farandole
 from farandole.cli import app
 from farandole.trace_file import Part, read_trace
 
@@ -203,3 +205,25 @@ def test_the_command_says_what_is_missing(folder, tmp_path):
     content["farandole"]["ranks"][1]["missing"] = 12345
     path.write_text(json.dumps(content))
     assert "no room for 12,345 spans of rank 1" in show(path)
+
+
+def test_steps_of_threads_and_after_one_that_failed_are_counted_once(tmp_path):
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    def run(comm):
+        weight = torch.nn.Parameter(torch.ones(2))
+        failing, optimizer = Failing([weight], lr=0.1), torch.optim.SGD([weight], lr=0.1)
+        with farandole.trace(tmp_path / "trace.json", communicator=comm) as trace:
+            with pytest.raises(ZeroDivisionError):
+                failing.step()
+            for _ in range(2 + comm.rank):
+                weight.sum().backward()
+                optimizer.step()
+        return len(trace.exposed[comm.rank].steps)
+
+    with farandole.local(3) as world:
+        assert world.run(run) == [2, 3, 4]
+    for rank, part in enumerate(read_trace(tmp_path / "trace.json")):
+        assert [span.name for span in part.spans] == ["SGD.step"] * (2 + rank)

@@ -141,7 +141,7 @@ def _begin(
         if its:
             raise ArgumentError(f"on rank {rank}: {its}")
     record.began_ns = timeline.now_ns()
-    recorder.enter_context(recorded_steps())
+    recorder.enter_context(recorded_steps(record))
     if among_threads and communicator is not None:
         communicator.log_into(record)
     elif not among_threads:

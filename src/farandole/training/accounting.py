@@ -91,7 +91,8 @@ def expected_memory(
     Parameters of 16 bits have parts of 32 bits besides, from stage 1 on, and so have their gradients and states. Frozen
     parameters have neither gradients nor states. Parameters and parts begin at multiples of 64 elements, so each may be
     up to 63 longer; at stage 0, where gradients alone are, that is not counted, nor are the buffers that
-    ``reproducible`` and ``wire_dtype`` take.
+    ``reproducible`` and ``wire_dtype`` take. Where several backwards accumulate, stage 0 has a second copy of
+    gradients, and stage 3 whole ones within ``no_sync``, besides.
 
     Args:
         module: to be trained; it may be on the meta device.
@@ -118,7 +119,9 @@ def expected_memory(
     whole += sum(one.flat for one in flats) - size + sum(one.part for one in flats if one.has_master)
     if stage == 1:
         return MemoryUse(whole, parts + sum(one.flat for one in flats), num_states * parts, 0)
-    return MemoryUse(whole, parts, num_states * parts, min(len(flats), MAX_ON_THE_WAY) * max(one.flat for one in flats))
+    return MemoryUse(
+        whole, parts, num_states * parts, min(len(flats), MAX_ON_THE_WAY) * max((one.flat for one in flats), default=0)
+    )
 
 
 class _Sizes(NamedTuple):

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from farandole.errors import ArgumentError
 
-__all__ = ["device_of", "group_or_world", "require_choice", "require_dense", "require_size", "require_wire_dtype"]
+__all__ = [
+    "device_of",
+    "group_or_world",
+    "require_choice",
+    "require_dense",
+    "require_own_elements",
+    "require_size",
+    "require_wire_dtype",
+]
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -65,6 +73,17 @@ def device_of(module: nn.Module) -> torch.device:
         if tensor.is_meta:
             raise ArgumentError(f"{name!r} is on the meta device; give the module values first, with to_empty()")
     return tensors[0][1].device if tensors else torch.device("cpu")
+
+
+def require_own_elements(module: nn.Module) -> None:
+    """Raises:
+    ArgumentError: elements of a parameter or buffer share memory, so it cannot be written into.
+    """
+    for name, one in [*module.named_parameters(), *module.named_buffers()]:
+        if any(size > 1 and stride == 0 for size, stride in zip(one.shape, one.stride(), strict=True)):
+            raise ArgumentError(
+                f"{name!r} was made by expand(), and rank 0's values cannot be copied into it; clone() it"
+            )
 
 
 def require_dense(module: nn.Module) -> None:

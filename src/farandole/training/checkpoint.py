@@ -98,16 +98,17 @@ def load_checkpoint(
         ArgumentError: the optimizer is not that of the model.
         CheckpointError: there is no checkpoint, a file of it cannot be read, it lacks something or has what is not
             known here, or a shape differs. Where the optimizer's groups differ, or a file cannot be read, some of the
-            values are those of the checkpoint by then.
+            model's values are those of the checkpoint by then; the optimizer's state is as it was.
     """
-    group = model.group
     state = State(model, optimizer)
+    group = model.group
     path = Path(path)
     if not path.exists() and _before(path).exists():  # a save was interrupted between its last two steps
         path = _before(path)
     goals = _on_all_ranks(group, lambda: state.to_load(_metadata_of(path)))
     with _failures_named():
         dcp.load(goals, checkpoint_id=path, process_group=group)
+    _on_all_ranks(group, lambda: state.require_groups(goals))
     return state.have_loaded(goals)
 
 
@@ -135,7 +136,11 @@ def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel)
                 raise ArgumentError("this needs safetensors: pip install safetensors") from error
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.partial")
-            contents = {name: one.detach().clone().contiguous() for name, one in weights.items()}
+            contents = {
+                name: one.detach().clone().contiguous()
+                for name, one in weights.items()
+                if isinstance(one, torch.Tensor)
+            }
             save_file(contents, partial, metadata={"format": "pt", "aliases": json.dumps(model.aliases)})
             partial.replace(path)
 

@@ -59,8 +59,8 @@ class DataParallel(Wrapper, Joinable):
     Raises:
         ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
             they are refused.
-        BackwardFailedError: from ``backward``, on every rank where it did not fail, when one where it did comes to its
-            next forward: no rank has gradients then.
+        BackwardFailedError: from ``backward``, on every rank where it did not fail, when it failed within the module on
+            one that comes to its next forward: no rank has gradients then.
         DifferentModelsError: the ranks' modules differ.
         SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
@@ -109,7 +109,7 @@ class DataParallel(Wrapper, Joinable):
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Wrapper`."""
         args, kwargs = super().before_forward(args, kwargs)
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled() and (self.training or self._join_config.enable):
             self.require_unchanged(self._are_trained)
             Join.notify_join_context(self)
             src = 0
@@ -253,5 +253,5 @@ def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metad
 
 
 def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+    found = {key: state.pop(key) for key in [*state] if key.startswith(prefix)}  # a child may be called "module", too
+    state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in found.items()})

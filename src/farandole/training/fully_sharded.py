@@ -41,6 +41,10 @@ from farandole.training.wrapper import Wrapper
 __all__ = ["FullyShardedParallel"]
 
 
+_EXTRA = "_extra_state"
+"""How keys end of what modules save besides tensors."""
+
+
 @eager
 class FullyShardedParallel(Wrapper):
     """Trains a module of which each rank keeps a part.
@@ -366,7 +370,7 @@ class FullyShardedParallel(Wrapper):
         dist.broadcast_object_list(problem, group=self.group, group_src=0)
         if problem[0]:
             raise CheckpointError(problem[0])
-        state = state_dict if self.group.rank() == 0 else None
+        state = self._by_first_names(state_dict) if state_dict is not None and self.group.rank() == 0 else None
         with torch.no_grad():
             for flat in self._flats:
                 flat.load(state)
@@ -375,19 +379,30 @@ class FullyShardedParallel(Wrapper):
                 if state is not None and name in state:
                     buffer.copy_(state[name])
             broadcast(buffers.values(), self.group)
+        others = [{} if state is None else {key: one for key, one in state.items() if key.endswith(_EXTRA)}]
+        dist.broadcast_object_list(others, group=self.group, group_src=0)
+        for key, value in others[0].items():
+            self.module.get_submodule(key.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(value)
         return None
+
+    def _by_first_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Where tied parameters are named once, it may be by any of their names."""
+        return {self.aliases[key]: one for key, one in state.items() if key in self.aliases} | {
+            key: one for key, one in state.items() if key not in self.aliases
+        }
 
     def _misfit(self, state: Mapping[str, Any] | None, strict: bool) -> str:
         """What is wrong with what rank 0 has."""
         if state is None:
             return "rank 0 has no state_dict; it must have one where others have None"
+        state = self._by_first_names(state)
         shapes = {**self.sharded_shapes(), **{name: one.shape for name, one in self.module.named_buffers()}}
-        persistent = {*self.sharded_shapes(), *self.module.state_dict().keys()}
+        persistent = {*self.sharded_shapes(), *self.module.state_dict().keys()} - self.aliases.keys()
         missing = sorted(persistent - state.keys())
-        unexpected = sorted(state.keys() - persistent - self.aliases.keys())
+        unexpected = sorted(state.keys() - persistent)
         if strict and (missing or unexpected):
             return f"the state_dict lacks {missing}, and has {unexpected}, which the model has not"
-        for name in sorted(persistent & state.keys()):
+        for name in sorted(persistent & state.keys() & shapes.keys()):
             if state[name].shape != shapes[name]:
                 return f"{name!r} is of shape {tuple(state[name].shape)} there, {tuple(shapes[name])} in the model"
         return ""

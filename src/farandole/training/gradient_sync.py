@@ -297,11 +297,9 @@ class GradientSync:
 
     def _close(self, *, is_active: bool, has_failed: bool = False) -> None:
         """Start what is left, wait for all, and deliver."""
-        for number, bucket in enumerate(self.buckets):  # one after the other, so that few need memory at a time
-            for index in bucket.indices:
-                if self._round.ready_s[index] is None and not has_failed:
-                    self._take(index)
-            self._start_while(number.__ge__)
+        problem = None if has_failed else self._take_rest()
+        has_failed |= problem is not None
+        self._start_while(lambda _: True)
         has = [seconds is not None for seconds in self._round.ready_s]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]
@@ -322,6 +320,8 @@ class GradientSync:
         left = self._let_go_of_late()
         if any(have_failed):
             self._give_up([rank for rank, one in enumerate(have_failed) if one], is_told=not has_failed)
+            if problem is not None:
+                raise problem
             return
         self._deliver(self.buckets, num_having)
         again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
@@ -338,6 +338,22 @@ class GradientSync:
         self.on_round(self._round)
         if self._unused == "error" and any(num_lacking):
             raise UnusedParametersError(self._without_gradient(num_lacking))
+
+    def _take_rest(self) -> SparseGradientError | None:
+        """What has not been taken, bucket by bucket, so that few need memory at a time; what is late stays, as dense
+        gradients. Returns what this rank refuses: the others are to know of it before it is raised."""
+        try:
+            for number, bucket in enumerate(self.buckets):
+                for index in bucket.indices:
+                    if self._round.ready_s[index] is None:
+                        self._take(index)
+                self._start_while(number.__ge__)
+            for index, one in enumerate(self.parameters):
+                if one.grad is not None and one.grad.is_sparse:
+                    one.grad = self._densified(index, one.grad)
+        except SparseGradientError as error:
+            return error
+        return None
 
     def _give_up(self, ranks: Sequence[int], *, is_told: bool) -> None:
         for bucket in self.buckets:

@@ -41,9 +41,10 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Shape, dtype and whether it is trained."""
+    """Shape, dtype, strides where they are no usual ones, and whether it is trained."""
     kind = "buffer" if not isinstance(tensor, nn.Parameter) else "trained" if tensor.requires_grad else "frozen"
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}"
+    strides = "" if tensor.is_contiguous() else f" of strides {tensor.stride()}"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {kind}{strides}"
 
 
 def _first_difference(said: Sequence[Sequence[str]]) -> str:

@@ -65,6 +65,7 @@ class State:
         persistent = module.state_dict(keep_vars=True).keys()
         self._wholes = {name: one for name, one in module.named_parameters() if name not in self._sharded}
         self._buffers = {name: one for name, one in module.named_buffers() if name in persistent}
+        self._read: dict[Tensor, dict[str, Tensor]] = {}  # of the optimizer's state
 
     def _parameters(self) -> dict[str, Any]:
         """What is here of each, by the keys of a checkpoint."""
@@ -126,7 +127,7 @@ class State:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def to_load(self, metadata: Metadata) -> dict[str, Any]:
-        """Where what is in a checkpoint goes; the optimizer's state is made anew for that.
+        """Where what is in a checkpoint goes: for the optimizer's state, that is memory which it has not yet.
 
         Raises:
             CheckpointError: the checkpoint has other tensors than this model.
@@ -139,10 +140,8 @@ class State:
             found = _states_by_name(metadata)
             for holding in self._of_optimizer():
                 made = {key: _room_for(holding, key, known) for key, known in found.get(holding.name, {}).items()}
-                self._optimizer.state.pop(holding.value, None)
-                if made:
-                    self._optimizer.state[holding.value] = {key: values for key, (values, _) in made.items()}
-                    state |= {f"optimizer.state.{holding.name}.{key}": goal for key, (_, goal) in made.items()}
+                self._read[holding.value] = {key: values for key, (values, _) in made.items()}
+                state |= {f"optimizer.state.{holding.name}.{key}": goal for key, (_, goal) in made.items()}
         return state
 
     def _require_match(self, metadata: Metadata) -> None:
@@ -165,25 +164,18 @@ class State:
                     f"{key!r} is of shape {tuple(known[key].size)} in the checkpoint, {tuple(shape)} in the model"
                 )
 
-    def have_loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand on what was read; returns what the user had added.
-
-        Args:
+    def require_groups(self, state: Mapping[str, Any]) -> None:
+        """Args:
             state: as `to_load` has made it, filled.
 
         Raises:
             ArgumentError: the optimizer has a parameter that is not the model's.
             CheckpointError: the optimizer had other groups.
         """
-        about = json.loads(state[_ABOUT])
-        if self._optimizer is not None:
-            self._take_groups(self._optimizer, about["groups"])
-        if isinstance(self._optimizer, ZeroOptimizer):
-            self._optimizer.gather()
-        return dict(about["extra"])
-
-    def _take_groups(self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:
-        names = self._names_in_groups(optimizer)
+        if self._optimizer is None:
+            return
+        names, groups = self._names_in_groups(self._optimizer), self._optimizer.param_groups
+        saved = json.loads(state[_ABOUT])["groups"]
         if saved is None:
             raise CheckpointError("the checkpoint was saved without an optimizer; load it without one")
         known = {name for name in self._model.gradient_sync.names if self._shape_of(name).numel()}  # what is stepped
@@ -196,18 +188,35 @@ class State:
                 f"the optimizer has {len(now)} groups, the checkpoint {len(was)}, and group {where} is not of the same "
                 f"parameters; make the groups that were saved"
             )
-        for group, one in zip(optimizer.param_groups, saved, strict=True):
+        for group, one in zip(groups, saved, strict=True):
             if one.keys() != group.keys():
                 raise CheckpointError(
                     f"the checkpoint is of another kind of optimizer: its options are {sorted(one.keys())}, those here "
                     f"{sorted(group.keys())}"
                 )
-            for key, value in one.items():
-                before = group.get(key)
-                if isinstance(before, Tensor):
-                    before.fill_(value)
-                elif key != "params":
-                    group[key] = tuple(value) if isinstance(before, tuple) else value
+
+    def have_loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Hand on what was read; returns what the user had added. All ranks call this.
+
+        Args:
+            state: as `to_load` has made it, filled; of the groups that are here.
+        """
+        about = json.loads(state[_ABOUT])
+        if self._optimizer is not None:
+            for group, one in zip(self._optimizer.param_groups, about["groups"], strict=True):
+                for key, value in one.items():
+                    before = group.get(key)
+                    if isinstance(before, Tensor):
+                        before.fill_(value)
+                    elif key != "params":
+                        group[key] = tuple(value) if isinstance(before, tuple) else value
+            for parameter, entries in self._read.items():
+                self._optimizer.state.pop(parameter, None)
+                if entries:
+                    self._optimizer.state[parameter] = entries
+        if isinstance(self._optimizer, ZeroOptimizer):
+            self._optimizer.gather()
+        return dict(about["extra"])
 
     def _shape_of(self, name: str) -> torch.Size:
         return self._sharded[name] if name in self._sharded else self._wholes[name].shape

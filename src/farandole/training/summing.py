@@ -137,7 +137,7 @@ class _Exchanged:
         first, *others = self._received.chunk(self._summing.world_size)
         total = first.to(torch.promote_types(self._target.dtype, torch.float32), copy=True)
         if self._carried is not None:
-            total = self._carried.mul(self._summing.divisor).add(total)
+            total = self._carried.to(total.dtype, copy=True).mul_(self._summing.divisor).add_(total)
         for other in others:
             total.add_(other)
         self._target.copy_(total.div_(self._summing.divisor))

@@ -133,10 +133,15 @@ class Flat:
     def start(self) -> dist.Work:
         """Start to gather."""
         self._memory.untyped_storage().resize_(self._num_bytes)
-        self._sent = self.shard.own.to(self._memory.dtype)  # in use until that is done
+        self._sent: Tensor | None = self.shard.own.to(self._memory.dtype)  # in use until that is done
         # A tensor that autograd saved has not changed when its memory is filled again: data has versions of its own.
         work = dist.all_gather_single(self._memory.data, self._sent, group=self.group, async_op=True)
         return started(work, "all_gather", self._memory, self.group)
+
+    def finish(self, work: dist.Work) -> None:
+        """Return when what was started is done."""
+        wait_for(work)
+        self._sent = None
 
     def show(self, tensors: Sequence[nn.Parameter] | None = None) -> None:
         """Give the modules their parameters: ``whole``, or others."""
@@ -225,18 +230,20 @@ class Unit:
         """Return when the modules have their parameters."""
         self.start()
         if not self._is_shown:
-            for work in self._works or ():
-                wait_for(work)
+            self._wait()
             for flat in self.flats:
                 flat.show()
             self._is_shown = True
+
+    def _wait(self) -> None:
+        for flat, work in zip(self.flats, self._works or (), strict=True):
+            flat.finish(work)
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Let go of what is gathered; but for its memory, perhaps, with the values in it."""
         if self._works is not None:
             if not self._is_shown:
-                for work in self._works:
-                    wait_for(work)
+                self._wait()
             for flat in self.flats:
                 flat.hide()
             self._works, self._is_shown = None, False

@@ -18,11 +18,13 @@ from farandole.training.arguments import (
     group_or_world,
     require_choice,
     require_dense,
+    require_own_elements,
     require_wire_dtype,
 )
 from farandole.training.bucket import Kind
 from farandole.training.gradient_sync import GradientSync, Round
 from farandole.training.replicas import broadcast, require_same_model
+from farandole.training.shards import ScatterBucket
 from farandole.training.summing import Summing
 
 __all__ = ["Wrapper"]
@@ -74,6 +76,7 @@ class Wrapper(nn.Module):
         self.device = device_of(module)
         if sparse == "error":
             require_dense(module)
+        require_own_elements(module)
         if not any(one.requires_grad for one in module.parameters()):
             raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
         require_same_model(module, self.group)
@@ -129,6 +132,24 @@ class Wrapper(nn.Module):
             f"a {type(self).__name__} belongs to its process group, and is not copied or pickled; take its .module, or "
             f"its state_dict()"
         )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients, also where only a part of them is here, or they are of this rank alone."""
+        super().zero_grad(set_to_none)
+        values = [
+            one
+            for bucket in self.gradient_sync.buckets
+            if isinstance(bucket, ScatterBucket)
+            for one in bucket.shard.values
+        ]
+        for value in values:
+            if set_to_none:
+                value.grad = None
+            elif value.grad is not None:
+                value.grad.zero_()
+        if values:
+            for parameter in self.gradient_sync.parameters:
+                parameter.grad = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which ``backward`` accumulates on this rank alone; the next one outside sums it all."""

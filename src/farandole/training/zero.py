@@ -36,8 +36,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     Works for optimizers that treat each element by itself, as SGD, Adam and AdamW do; not for those that need a norm of
     a whole parameter, its shape, or neighbours. Parts are cut anywhere, and hold pieces of parameters as tensors of one
-    dimension. The weights are bit for bit those of the same optimizer on `DataParallel`, if gradients are: with
-    ``reproducible=True`` there, or on two ranks.
+    dimension. The weights are bit for bit those of the same optimizer on `DataParallel`, if gradients are (with
+    ``reproducible=True`` there, or on two ranks) and parameters are of 32 bits or more.
 
     From then on, ``backward`` leaves no gradients in the parameters: each rank has the sums for its part, which
     ``step`` uses up to `zero_grad`; several backwards add up, each travelling, unless within `DataParallel.no_sync`.
