@@ -851,9 +851,13 @@ def test_two_threads_may_make_equal_calls_on_one_group(world, operation):
 def test_two_threads_that_make_calls_on_one_group_in_different_orders_are_told():
     def body(group):
         def call(tensor):
-            works.append(group.allreduce([tensor], with_options(c10d.AllreduceOptions, True)))
+            try:
+                works.append(group.allreduce([tensor], with_options(c10d.AllreduceOptions, True)))
+            except CollectiveMismatchError as error:  # that of the call before it, if it is known by then
+                assert works
+                told.append(error)
 
-        works = []
+        works, told = [], []
         tensors = [torch.ones(3), torch.ones(4)]
         for tensor in tensors if group.rank() == 0 else reversed(tensors):
             thread = threading.Thread(target=call, args=(tensor,))
@@ -862,6 +866,7 @@ def test_two_threads_that_make_calls_on_one_group_in_different_orders_are_told()
         for work in works:
             with pytest.raises(CollectiveMismatchError, match=r"all_reduce\([34] x float32, sum\)"):
                 work.wait()
+        assert len(works) + len(told) == 2
 
     with ranks(2) as run:
         run(body)

@@ -115,6 +115,7 @@ class Flat:
             one.value.whole_name, one.value.whole_shape = one.name, one.shape
         self._memory = torch.empty(self.layout.flat_numel, dtype=dtype, device=values.device)
         self._num_bytes = self._memory.untyped_storage().nbytes()
+        self._sent: Tensor | None = None  # while it is in use
         self.whole = [
             nn.Parameter(place.view(self._memory), requires_grad=one.requires_grad)
             for one, place in zip(parameters, self.layout.places, strict=True)
@@ -133,7 +134,7 @@ class Flat:
     def start(self) -> dist.Work:
         """Start to gather."""
         self._memory.untyped_storage().resize_(self._num_bytes)
-        self._sent: Tensor | None = self.shard.own.to(self._memory.dtype)  # in use until that is done
+        self._sent = self.shard.own.to(self._memory.dtype)
         # A tensor that autograd saved has not changed when its memory is filled again: data has versions of its own.
         work = dist.all_gather_single(self._memory.data, self._sent, group=self.group, async_op=True)
         return started(work, "all_gather", self._memory, self.group)
