@@ -21,7 +21,7 @@ from farandole.training.data_parallel import DataParallel
 from farandole.training.fully_sharded import FullyShardedParallel
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.shards import MAX_ON_THE_WAY, master_dtype
-from farandole.training.units import kinds_of, parameters_by_unit, units_of
+from farandole.training.units import parameters_by_unit, units_of
 from farandole.training.zero import ZeroOptimizer
 
 __all__ = ["MemoryUse", "PeakMemory", "expected_memory", "memory_use"]
@@ -153,7 +153,7 @@ def _expected_sharded(
             (_Sizes.of([one for _, one in some], world_size, param_dtype), is_trained)
             for (_, is_trained), some in by_kind.items()
         ]
-        for by_kind in parameters_by_unit(module, units_of(module, kinds_of(units))).values()
+        for by_kind in parameters_by_unit(module, units_of(module, units)).values()
     ]
     trained = [[one for one, is_trained in unit if is_trained] for unit in by_unit]
     parts = sum(one.part for unit in trained for one in unit)

@@ -79,8 +79,10 @@ class DataParallel(Wrapper, Joinable):
         wire_dtype: torch.dtype | None = None,
         reproducible: bool = False,
     ) -> None:
-        if bucket_bytes != "auto":
-            require_size("bucket_bytes", bucket_bytes)
+        def check() -> None:
+            if bucket_bytes != "auto":
+                require_size("bucket_bytes", bucket_bytes)
+
         super().__init__(
             module,
             group,
@@ -90,6 +92,8 @@ class DataParallel(Wrapper, Joinable):
             broadcast_buffers=broadcast_buffers,
             wire_dtype=wire_dtype,
             reproducible=reproducible,
+            own_options={"bucket_bytes": bucket_bytes},
+            check_own=check,
         )
         Joinable.__init__(self)
         self._are_trained = [(name, one, one.requires_grad) for name, one in module.named_parameters()]

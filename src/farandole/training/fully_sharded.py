@@ -7,10 +7,10 @@ of. Its gradients are summed as in stage 2. So 3(N-1)/N of the parameters' bytes
 2(N-1)/N.
 
 When a unit is let go of in backward, all of it must be through: not when its gradients are there, as other parameters
-of it may be frozen, but when backward arrives at its inputs; or, if these have no gradients, at its end. That is also
-when its gradients start to be summed: the same place among the collectives on all ranks, even where one has gradients
-that another has not. A backward that is to be gone through once more (``create_graph``) leaves everything gathered, up
-to the end of one that is not.
+of it may be frozen, but when backward arrives at its inputs; or, if these have no gradients, at its end. Its gradients
+start to be summed when backward comes to another unit: the same place among the collectives on all ranks, even where
+one has gradients, of parameters or inputs, that another has not. A backward that is to be gone through once more
+(``create_graph``) leaves everything gathered, up to the end of one that is not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from farandole.torch_eager import eager
 from farandole.training.arguments import require_wire_dtype
 from farandole.training.bucket import Kind
 from farandole.training.errors import CheckpointError
-from farandole.training.gradient_sync import GradientSync, weakly
+from farandole.training.gradient_sync import GradientSync, is_in_backward, weakly
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.replicas import broadcast
 from farandole.training.shards import BufferPool, Holding, ScatterBucket
-from farandole.training.unit_calls import UnitCall, is_in_backward
-from farandole.training.units import Flat, Owner, Unit, kinds_of, parameters_by_unit, units_of
+from farandole.training.unit_calls import UnitCall
+from farandole.training.units import Flat, Owner, Unit, parameters_by_unit, units_of
 from farandole.training.wrapper import Wrapper
 
 __all__ = ["FullyShardedParallel"]
@@ -93,7 +93,11 @@ class FullyShardedParallel(Wrapper):
         wire_dtype: torch.dtype | None = None,
         reproducible: bool = False,
     ) -> None:
-        require_wire_dtype("param_dtype", param_dtype)
+
+        def check() -> None:
+            require_wire_dtype("param_dtype", param_dtype)
+            units_of(module, units)
+
         super().__init__(
             module,
             group,
@@ -103,17 +107,17 @@ class FullyShardedParallel(Wrapper):
             broadcast_buffers=broadcast_buffers,
             wire_dtype=wire_dtype,
             reproducible=reproducible,
+            own_options={"units": units, "param_dtype": param_dtype},
+            check_own=check,
         )
         self._param_dtype = param_dtype
-        kinds = kinds_of(units)
-        modules = units_of(module, kinds)
-        if kinds is not None and not modules:
-            raise ArgumentError(f"the module has none of units={', '.join(kind.__name__ for kind in kinds)}")
+        modules = units_of(module, units)
         self.units = self._make_units(modules)
         self._rest = self.units[0]
         self._order: list[Unit] = []  # as units computed in the last forward
         self._next_order: list[Unit] = []
         self._place = 0  # in the order, where backward is
+        self._summed_next: list[Unit] = []  # when backward comes to another one
         self.num_backwards = 0
         self._awaits_end = False
         self._makes_graph = False  # in this backward
@@ -191,10 +195,14 @@ class FullyShardedParallel(Wrapper):
 
     def forward_failed(self) -> None:
         """See `Wrapper`."""
-        self._let_go()
+        super().forward_failed()
+        if not is_in_backward():
+            self._let_go()
 
     def after_forward(self, outputs: object) -> None:
         """See `Wrapper`."""
+        if is_in_backward():  # a checkpointed part is computed once more
+            return
         self._order = self._next_order or self._order
         for_backward = torch.is_grad_enabled()
         kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
@@ -221,7 +229,7 @@ class FullyShardedParallel(Wrapper):
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if (self := reference()) is None:
                 raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
-            call = UnitCall(self, unit)
+            call = UnitCall(self, unit, module)
             calls.append(call)
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
@@ -266,7 +274,7 @@ class FullyShardedParallel(Wrapper):
     def _at_end(self) -> None:
         self.num_backwards += 1
         for unit in self.units:
-            unit.num_expected = unit.num_left
+            unit.num_expected = max(1, unit.num_begun)
         self._keeps_graph = self._makes_graph
         if self._keeps_graph:
             self._begin_anew()
@@ -276,7 +284,8 @@ class FullyShardedParallel(Wrapper):
     def _begin_anew(self) -> None:
         self._awaits_end = False
         for unit in self.units:
-            unit.num_entered = unit.num_left = 0
+            unit.num_entered = unit.num_begun = 0
+        self._summed_next = []
 
     def _let_go(self) -> None:
         """Of all units; where a graph is kept, only to gather them anew into the same memory."""
@@ -291,6 +300,10 @@ class FullyShardedParallel(Wrapper):
     def use_in_backward(self, unit: Unit) -> None:
         """Gather a unit for its backward; the one before it is on its way then."""
         self._await_end()
+        unit.num_begun += 1
+        through = [one for one in self._summed_next if one is not unit]
+        self.gradient_sync.may_start([bucket for one in through for bucket in self._buckets[one.name]])
+        self._summed_next = [unit] if unit.num_begun >= unit.num_expected else []
         unit.gather()
         place = next((one for one in reversed(range(self._place)) if self._order[one] is unit), 0)
         if place > 0:
@@ -300,9 +313,6 @@ class FullyShardedParallel(Wrapper):
     def leave_in_backward(self, unit: Unit) -> None:
         """Backward is through with a forward of this unit, perhaps the last one."""
         unit.num_entered -= 1
-        unit.num_left += 1
-        if unit.num_left == unit.num_expected:
-            self.gradient_sync.may_start(self._buckets[unit.name])
         if unit.num_entered == 0:
             self._release(unit)
 

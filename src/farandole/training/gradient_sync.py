@@ -12,8 +12,11 @@ it has accumulated as often as in the backward before. What accumulates after it
 rank has such gradients, the bucket goes another round. That adds up in another order; where it matters, the first
 backward takes everything at its end.
 
-Where backward fails on some ranks, the others wait for sums. So a rank whose backward has failed is through with it
-before its next forward: it starts what is left, tells that it has failed, and all ranks let go of all gradients.
+Where a forward or a backward fails on some ranks, the others wait for sums. So a rank that has failed is through with
+it before its next collective: it starts what is left, tells that it has failed, and all ranks let go of all gradients.
+What fails between the two is not seen on its rank, whose next backward meets one of the others that is a step behind.
+So ranks also tell how many forwards no backward has reached; and in which order they have started buckets, which may be
+those of several models.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -37,7 +41,7 @@ from farandole.training.errors import BackwardFailedError, SparseGradientError, 
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.recorded import started, wait_for
 
-__all__ = ["GradientSync", "Round", "weakly"]
+__all__ = ["GradientSync", "Round", "is_in_backward", "weakly"]
 
 _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
@@ -60,6 +64,11 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def is_in_backward() -> bool:
+    """Whether autograd computes gradients now, in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 @dataclasses.dataclass
 class Round:
     """What happened in a backward.
@@ -73,6 +82,45 @@ class Round:
     ready_s: list[float | None]
     order: list[int]
     waited_s: float = 0.0
+
+
+@dataclasses.dataclass
+class _Forward:
+    """One whose backward is to come.
+
+    Attributes:
+        round_number: that of the next sum.
+        is_reached: whether a backward was there.
+    """
+
+    round_number: int
+    is_reached: bool = False
+
+
+@dataclasses.dataclass
+class _Starts:
+    """What is summed in a group.
+
+    Attributes:
+        num_syncs: that were made for the group.
+        digest: of the buckets that were started since it was last compared, in their order.
+    """
+
+    num_syncs: int = 0
+    digest: int = 0
+
+    def add(self, sync_number: int, bucket_number: int) -> None:
+        """A bucket is started."""
+        self.digest = zlib.crc32(f"{sync_number} {bucket_number}".encode(), self.digest) & 0x7FFFFFFF
+
+
+_starts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Starts] = weakref.WeakKeyDictionary()
+
+_FAILED = -1
+"""What a rank tells of itself whose forward or backward has failed."""
+
+_IS_THROUGH = 0
+"""What one tells that has no inputs left; the others tell how many forwards no backward has reached, and one more."""
 
 
 @eager
@@ -111,12 +159,20 @@ class GradientSync:
         self.on_open: Callable[[bool], None] = lambda _: None
         self.on_round: Callable[[Round], None] = lambda _: None
         self._group = group
+        self._starts = _starts_of.setdefault(group, _Starts())
+        self._number = self._starts.num_syncs
+        self._starts.num_syncs += 1
         self._unused = unused
         self._sparse = sparse
+        self._is_reproducible = reproducible
         self._starts_when_full = starts_when_full
         # How often each accumulates in a backward; so long as that is not known, 0 stands for "at the end".
         self._expected = [0 if reproducible else 1] * len(self.parameters)
+        self._round_number = 0
+        self._num_unreached = 0  # forwards, since the last sum
         self._awaits_end = False
+        self._is_due = False  # a sum: the other ranks make one
+        self._num_ahead = 0  # steps of the other ranks that this one has left out
         self._is_open = False
         self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
@@ -168,15 +224,26 @@ class GradientSync:
         finally:
             self.enabled = before
 
-    def watch(self, outputs: object) -> None:
+    def watch(self, outputs: object, *, is_of_all: bool) -> None:
         """Know the backward of ``outputs`` from its start: its end is that of backward as a whole, where the backward
-        of a checkpointed part ends earlier."""
+        of a checkpointed part ends earlier.
+
+        Args:
+            outputs: of a forward.
+            is_of_all: whether all ranks make it, and a backward after it.
+        """
+        forward = _Forward(self._round_number, is_reached=not (is_of_all and self.enabled))
+        self._num_unreached += not forward.is_reached
         for tensor in tensors_in(outputs):
             if is_computed(tensor):
-                tensor.register_hook(lambda _: self._await_end())
+                tensor.register_hook(lambda _: self._reach(forward))
+
+    def forward_failed(self) -> None:
+        """One that all ranks make, and a backward after it."""
+        self._is_due = self.enabled
 
     def settle(self) -> None:
-        """If the last backward has failed on this rank, be through with it; before the next collective of its step.
+        """If the last forward or backward has failed on this rank, be through with it; before the next collective.
 
         Raises:
             ArgumentError: another one takes the gradients.
@@ -185,11 +252,13 @@ class GradientSync:
             raise ArgumentError(
                 "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
             )
-        if torch._C._current_graph_task_id() != -1:
-            return  # in a backward: it is not over
-        if self._awaits_end and not self._is_open:
-            self._open()
+        if is_in_backward():
+            return  # it is not over
         self._end(has_failed=True)
+        for _ in range(self._num_ahead):
+            self._is_due = True
+            self._end(has_failed=True)
+        self._num_ahead = 0
 
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with no gradients."""
@@ -198,6 +267,31 @@ class GradientSync:
         self._close(is_active=False)
 
     # -- in backward -----------------------------------------------------------------------------------------------
+
+    def _reach(self, forward: _Forward) -> None:
+        if not forward.is_reached:
+            forward.is_reached = True
+            self._num_unreached -= forward.round_number == self._round_number
+        if not self._awaits_end:
+            self._is_due = self.enabled and self._accumulates(torch._C._current_autograd_node())
+            self._await_end()
+
+    def _accumulates(self, node: torch.autograd.graph.Node) -> bool:
+        """Whether the backward that is at ``node`` is to be summed: it makes gradients of parameters, or might have on
+        another rank. Where autograd makes those of other tensors alone, it does not."""
+        if any(map(_is_executed, self._nodes)):
+            return True
+        own, seen, waiting = {*self._nodes}, {node}, [node]
+        is_executed = False
+        while waiting:
+            node = waiting.pop()
+            if node in own:
+                return False
+            following = {one for one, _ in node.next_functions if one is not None} - seen
+            is_executed |= not following and _is_executed(node)
+            seen |= following
+            waiting += following
+        return is_executed
 
     def _await_end(self) -> None:
         if not self._awaits_end:
@@ -208,14 +302,14 @@ class GradientSync:
     def _before_accumulation(self) -> None:
         if not self._is_open:
             self._await_end()
-            with torch.no_grad():
-                self._open()
+            self._open()
 
     def _open(self, *, is_active: bool = True) -> None:
         self._is_open = True
-        self._is_summed = self.enabled
-        for bucket in self.buckets:
-            bucket.begin()
+        self._is_summed = self.enabled or self._is_due
+        with torch.no_grad():  # it is enabled where backward keeps a graph
+            for bucket in self.buckets:
+                bucket.begin()
         if self._is_summed:
             self.on_open(is_active)
         self._num_started = 0
@@ -230,20 +324,22 @@ class GradientSync:
             return
         self._num_accumulated[index] += 1
         if 0 < self._expected[index] <= self._num_accumulated[index]:
-            with torch.no_grad():  # it is enabled where backward keeps a graph
+            with torch.no_grad():
                 self._take(index)
 
     def _take(self, index: int) -> None:
         parameter = self.parameters[index]
         gradient = parameter.grad
         number, position = self._bucket_of[index]
-        if gradient is None or number < self._num_started:
-            return  # if there is one, it stays, and is late
+        is_taken = self._round.ready_s[index] is not None
+        # What is not taken stays, and is late. So it is if the order matters: buckets must not.
+        if gradient is None or number < self._num_started or (is_taken and self._is_reproducible):
+            return
         if gradient.is_sparse:
             gradient = self._densified(index, gradient)
         parameter.grad = None
         self.buckets[number].take(position, gradient)
-        if self._round.ready_s[index] is None:
+        if not is_taken:
             self._round.ready_s[index] = time.perf_counter() - self._first_s
             self._num_missing[number] -= 1
             if self._num_missing[number] == 0 and self._starts_when_full:
@@ -251,7 +347,9 @@ class GradientSync:
 
     def may_start(self, buckets: Sequence[Bucket]) -> None:
         """In a backward: no more gradients are to come for these. All ranks call this at the same place among their
-        collectives."""
+        collectives, also one that has no gradients yet."""
+        if self._is_due and not self._is_open:
+            self._open()
         if self._is_open and self._is_summed and all(self._expected):
             with torch.no_grad():
                 for number, bucket in enumerate(self.buckets):
@@ -277,6 +375,7 @@ class GradientSync:
             if self._num_started >= _NUM_AHEAD:
                 self.buckets[self._num_started - _NUM_AHEAD].advance()
             self.buckets[self._num_started].start()
+            self._starts.add(self._number, self._num_started)
             self._num_started += 1
 
     def _at_end(self) -> None:
@@ -284,7 +383,9 @@ class GradientSync:
         timeline.add("compute", "backward", self._backward_began_ns)
 
     def _end(self, *, has_failed: bool) -> None:
-        self._awaits_end = False
+        if self._is_due and not self._is_open:
+            self._open()
+        self._awaits_end = self._is_due = False
         if not self._is_open:
             return
         self._is_open = False
@@ -300,11 +401,18 @@ class GradientSync:
         problem = None if has_failed else self._take_rest()
         has_failed |= problem is not None
         self._start_while(lambda _: True)
-        has = [seconds is not None for seconds in self._round.ready_s]
+        has = [
+            seconds is not None or one.grad is not None
+            for seconds, one in zip(self._round.ready_s, self.parameters, strict=True)
+        ]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
         lacks = [is_active and not one for one in has]
-        failed = [has_failed and rank == self._group.rank() for rank in range(self._group.size())]
-        told = torch.tensor([*late, *has, *lacks, *failed], dtype=torch.int32, device=self._device())
+        state = _FAILED if has_failed else 1 + self._num_unreached if is_active else _IS_THROUGH
+        own = [0, 0] * self._group.size()
+        own[self._group.rank()], own[self._group.size() + self._group.rank()] = state, self._starts.digest
+        self._num_unreached = self._starts.digest = 0
+        self._round_number += 1
+        told = torch.tensor([*late, *has, *lacks, *own], dtype=torch.int32, device=self._device())
         work = dist.all_reduce(told, group=self._group, async_op=True)
         started(work, "all_reduce", told, self._group)
         begun_s = time.perf_counter()
@@ -314,14 +422,17 @@ class GradientSync:
             bucket.wait()
         wait_for(work)
         self._round.waited_s = time.perf_counter() - begun_s
-        num_late, num_having, num_lacking, have_failed = _split(
-            told.tolist(), len(late), len(has), len(lacks), len(failed)
+        num_late, num_having, num_lacking, states, digests = _split(
+            told.tolist(), len(late), len(has), len(lacks), self._group.size(), self._group.size()
         )
         left = self._let_go_of_late()
-        if any(have_failed):
-            self._give_up([rank for rank, one in enumerate(have_failed) if one], is_told=not has_failed)
+        if why := _why_given_up(states, digests):
+            self._give_up()
             if problem is not None:
                 raise problem
+            if not has_failed:
+                self._num_ahead = state - min(filter(None, states)) if _FAILED not in states else 0
+                raise BackwardFailedError(f"{why}; no rank of the group has gradients")
             return
         self._deliver(self.buckets, num_having)
         again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
@@ -355,15 +466,10 @@ class GradientSync:
             return error
         return None
 
-    def _give_up(self, ranks: Sequence[int], *, is_told: bool) -> None:
+    def _give_up(self) -> None:
         for bucket in self.buckets:
             bucket.abandon()
         self.on_round(self._round)
-        if is_told:
-            raise BackwardFailedError(
-                f"backward failed on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the group, so "
-                f"no rank has gradients; go on with the next step on all ranks, or see there what failed"
-            )
 
     def _device(self) -> torch.device:
         return self.parameters[0].device
@@ -391,6 +497,44 @@ class GradientSync:
             f"not meant to depend on them, freeze them with requires_grad_(False) before they are wrapped, or let "
             f"them count as zero with unused='zeros'"
         )
+
+
+def _is_executed(node: torch.autograd.graph.Node) -> bool:
+    """Whether this backward comes to ``node``, to go on from there."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # its gradient is handed to the caller of autograd.grad()
+        return False
+
+
+def _why_given_up(states: Sequence[int], digests: Sequence[int]) -> str:
+    """Whether there is a sum, by what the ranks have told: if not, why."""
+    if _FAILED in states:
+        return (
+            f"forward or backward failed on {_ranks_in_words(states, _FAILED)}: go on with the next step on all ranks, "
+            f"or see there what failed"
+        )
+    active = [one for one in states if one != _IS_THROUGH]
+    most, least = max(active), min(active)
+    if most != least:
+        return (
+            f"no backward has reached {most - 1} of the forwards before this one on {_ranks_in_words(states, most)}, "
+            f"{least - 1} on {_ranks_in_words(states, least)}: if something failed there between the two, go on on all "
+            f"ranks: those that are ahead leave out the next step, too; if a forward is of one rank alone, make it "
+            f"within torch.no_grad(), or call the module that is wrapped"
+        )
+    if len({*digests}) > 1:
+        other = next(one for one in digests if one != digests[0])
+        return (
+            f"{_ranks_in_words(digests, other)} summed the gradients of several models in another order than rank 0: "
+            f"run a backward for each model, in one order on all ranks, or wrap each for a process group of its own"
+        )
+    return ""
+
+
+def _ranks_in_words(values: Sequence[int], value: int) -> str:
+    ranks = [str(rank) for rank, one in enumerate(values) if one == value]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
 def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farandole.errors import ArgumentError
 from farandole.training.errors import DifferentModelsError
 from farandole.training.layout import into_buckets
 from farandole.training.recorded import blocking
 
-__all__ = ["broadcast", "require_same_model"]
+__all__ = ["broadcast", "description_of", "require_same", "require_same_model"]
 
 _MAX_BYTES = 1 << 25
 """That are broadcast at once, copied into one tensor."""
@@ -23,16 +24,44 @@ def require_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raises:
     DifferentModelsError: the ranks' parameters or buffers differ in name, shape, dtype or whether they are trained.
     """
-    own = [f"{name} {_describe(one)}" for name, one in _tensors_of(module)]
     device = next((one.device for _, one in _tensors_of(module)), torch.device("cpu"))
-    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    require_same(description_of(module), group, device)
+
+
+def description_of(module: nn.Module) -> list[str]:
+    """What the ranks' copies must have in common, in words."""
+    return [f"{name} {_describe(one)}" for name, one in _tensors_of(module)]
+
+
+def require_same(
+    own: Sequence[str], group: dist.ProcessGroup, device: torch.device, problem: ArgumentError | None = None
+) -> None:
+    """Go on if all ranks can, and do so alike. All ranks call this.
+
+    Args:
+        own: what this rank has, in words.
+        group: of ranks.
+        device: on which they communicate.
+        problem: why this rank cannot go on.
+
+    Raises:
+        ArgumentError: ``problem``, or that of another rank.
+        DifferentModelsError: the ranks' words differ.
+    """
+    text = "\n".join(own) if problem is None else str(problem)
+    digest = hashlib.sha256(f"{problem is None} {text}".encode()).digest()
     digests = torch.empty((group.size(), len(digest)), dtype=torch.uint8, device=device)
     dist.all_gather_single(digests.view(-1), torch.tensor(list(digest), dtype=torch.uint8, device=device), group=group)
-    if all(torch.equal(digests[0], one) for one in digests):
-        return
-    said: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(said, own, group=group)
-    raise DifferentModelsError(_first_difference(said))
+    if not all(torch.equal(digests[0], one) for one in digests):
+        said: list[tuple[list[str], str]] = [([], "")] * group.size()
+        dist.all_gather_object(said, (list(own), "" if problem is None else str(problem)), group=group)
+        if problem is None:
+            for rank, (_, why) in enumerate(said):
+                if why:
+                    raise ArgumentError(f"rank {rank}: {why}")
+            raise DifferentModelsError(_first_difference([words for words, _ in said]))
+    if problem is not None:
+        raise problem
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +82,7 @@ def _first_difference(said: Sequence[Sequence[str]]) -> str:
             if mine != its:
                 return (
                     f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {its}; build the same model on "
-                    f"every rank, in the same order"
+                    f"every rank, in the same order, and wrap it alike"
                 )
     raise AssertionError("digests differ, texts do not")
 

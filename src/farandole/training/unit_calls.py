@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from farandole.torch_eager import eager
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.units import Unit
 
-__all__ = ["Caller", "UnitCall", "is_in_backward"]
+__all__ = ["Caller", "UnitCall"]
+
+
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
 
 
 class Caller(Protocol):
@@ -33,11 +36,20 @@ class Caller(Protocol):
 
 @eager
 class UnitCall:
-    """One forward of a unit, whose backward is to come."""
+    """One forward of a unit, whose backward is to come.
 
-    def __init__(self, model: Caller, unit: Unit) -> None:
+    Args:
+        model: whose unit it is.
+        unit: of parameters.
+        module: that has them. What it keeps as attributes in its forward, such as a loss of its own, is also known by
+            its backward.
+    """
+
+    def __init__(self, model: Caller, unit: Unit, module: nn.Module) -> None:
         self._model = model
         self._unit = unit
+        self._module = module
+        self._kept_before = list(_kept_by(module))
         self._entered = -1  # in which backward
         self._num_inputs = 0  # that have gradients
         self._num_arrived = 0
@@ -57,7 +69,10 @@ class UnitCall:
 
     def watch_outputs(self, outputs: object) -> None:
         """Know when backward begins."""
-        for tensor in tensors_in(outputs):
+        before = {*map(id, self._kept_before)}
+        kept = [one for one in _kept_by(self._module) if id(one) not in before]
+        self._kept_before = []
+        for tensor in [*tensors_in(outputs), *kept]:
             if is_computed(tensor):
                 tensor.register_hook(lambda _: self._enter())
 
@@ -75,6 +90,11 @@ class UnitCall:
             self._model.leave_in_backward(self._unit)
 
 
-def is_in_backward() -> bool:
-    """Whether autograd computes gradients now, in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _kept_by(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a module or a part of it has as attributes, but for its parameters."""
+    for one in module.modules():
+        for name, value in vars(one).items():
+            if isinstance(value, Tensor):
+                yield value
+            elif name not in _OF_ANY_MODULE and isinstance(value, (list, tuple, dict)):
+                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))

@@ -27,7 +27,7 @@ from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
-__all__ = ["Absent", "Flat", "Owner", "Unit", "kinds_of", "parameters_by_unit", "units_of"]
+__all__ = ["Absent", "Flat", "Owner", "Unit", "parameters_by_unit", "units_of"]
 
 
 class Owner(NamedTuple):
@@ -209,7 +209,7 @@ class Unit:
 
     Attributes:
         num_entered: forwards whose backward is under way.
-        num_left: those that backward is through with.
+        num_begun: forwards to which this backward has come.
         num_expected: how many these were in the last backward; one, if there was none.
     """
 
@@ -217,7 +217,7 @@ class Unit:
         self.name = name
         self.flats = flats
         self.num_entered = 0
-        self.num_left = 0
+        self.num_begun = 0
         self.num_expected = 1
         self._works: list[dist.Work] | None = None
         self._is_shown = False
@@ -264,28 +264,20 @@ class Unit:
                 )
 
 
-def kinds_of(units: object) -> tuple[type[nn.Module], ...] | None:
-    """Classes of modules, as the user names them.
-
-    Raises:
-        ArgumentError: they are none.
-    """
-    if units is None:
-        return None
-    kinds = tuple(units) if isinstance(units, (tuple, list)) else (units,)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise ArgumentError(f"units={units!r}; it must be a class of modules, such as nn.Linear, or several")
-    return kinds
-
-
-def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> dict[str, nn.Module]:
+def units_of(module: nn.Module, kinds: object) -> dict[str, nn.Module]:
     """Modules that are units of their own, by name; the outermost ones.
 
     Args:
         module: the whole.
-        kinds: those of these classes; None takes the items of every ``ModuleList`` and ``Sequential``.
+        kinds: those of this class, or of these; None takes the items of every ``ModuleList`` and ``Sequential``.
+
+    Raises:
+        ArgumentError: these are no classes of modules, or there is none of them in the whole.
     """
+    classes = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
+    for kind in classes:
+        if kinds is not None and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ArgumentError(f"units={kinds!r}; it must be a class of modules, such as nn.Linear, or several")
     found: dict[str, nn.Module] = {}
 
     def look(parent: nn.Module, prefix: str) -> None:
@@ -295,7 +287,7 @@ def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> di
                     child, (nn.ModuleList, nn.Sequential)
                 )
             else:
-                is_unit = isinstance(child, kinds)
+                is_unit = isinstance(child, classes)
             if is_unit and any(True for _ in child.parameters()):
                 if not any(child is one for one in found.values()):
                     found[prefix + name] = child
@@ -303,6 +295,8 @@ def units_of(module: nn.Module, kinds: tuple[type[nn.Module], ...] | None) -> di
                 look(child, f"{prefix}{name}.")
 
     look(module, "")
+    if kinds is not None and not found:
+        raise ArgumentError(f"the module has none of units={', '.join(kind.__name__ for kind in classes)}")
     return found
 
 

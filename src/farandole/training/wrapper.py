@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,8 +22,8 @@ from farandole.training.arguments import (
     require_wire_dtype,
 )
 from farandole.training.bucket import Kind
-from farandole.training.gradient_sync import GradientSync, Round
-from farandole.training.replicas import broadcast, require_same_model
+from farandole.training.gradient_sync import GradientSync, Round, is_in_backward
+from farandole.training.replicas import broadcast, description_of, require_same
 from farandole.training.shards import ScatterBucket
 from farandole.training.summing import Summing
 
@@ -34,8 +34,19 @@ _MEASURED_ROUND = 2
 
 
 class Wrapper(nn.Module):
-    """A module whose gradients are summed over the ranks of a group; see `farandole.training.DataParallel` for the
-    arguments.
+    """A module whose gradients are summed over the ranks of a group.
+
+    Args:
+        module: see `farandole.training.DataParallel`, as for all that follow, but for these.
+        group: likewise.
+        reduction: likewise.
+        unused: likewise.
+        sparse: likewise.
+        broadcast_buffers: likewise.
+        wire_dtype: likewise.
+        reproducible: likewise.
+        own_options: of the subclass, by name: what all ranks must give alike.
+        check_own: raises an ArgumentError if these make no sense.
 
     Attributes:
         module: what is wrapped.
@@ -60,26 +71,36 @@ class Wrapper(nn.Module):
         broadcast_buffers: bool,
         wire_dtype: torch.dtype | None,
         reproducible: bool,
+        own_options: Mapping[str, object],
+        check_own: Callable[[], None],
     ) -> None:
         super().__init__()
-        require_choice("reduction", reduction, ("mean", "sum"))
-        require_choice("unused", unused, ("error", "zeros"))
-        require_choice("sparse", sparse, ("error", "dense"))
-        require_wire_dtype("wire_dtype", wire_dtype)
-        if not isinstance(module, nn.Module):
-            raise ArgumentError(f"the module is a {type(module).__name__}; it must be a torch.nn.Module")
-        if any(isinstance(one, Wrapper) for one in module.modules()):
-            raise ArgumentError("the module is wrapped already, or a part of it is; wrap a plain one, once")
         self.group = group_or_world(group)
+        options = {
+            "reduction": reduction,
+            "unused": unused,
+            "sparse": sparse,
+            "broadcast_buffers": broadcast_buffers,
+            "wire_dtype": wire_dtype,
+            "reproducible": reproducible,
+            **own_options,
+        }
+        device, description, problem = torch.device("cpu"), [], None
+        try:
+            require_choice("reduction", reduction, ("mean", "sum"))
+            require_choice("unused", unused, ("error", "zeros"))
+            require_choice("sparse", sparse, ("error", "dense"))
+            require_wire_dtype("wire_dtype", wire_dtype)
+            device = _device_to_wrap(module, sparse)
+            check_own()
+            description = description_of(module)
+        except ArgumentError as error:  # the others are to know of it
+            problem = error
+        said = [type(self).__name__, *(f"{name}={value!r}" for name, value in options.items()), *description]
+        require_same(said, self.group, device, problem)
+        self.device = device
         self.module = module
         self.aliases = _aliases(module)
-        self.device = device_of(module)
-        if sparse == "error":
-            require_dense(module)
-        require_own_elements(module)
-        if not any(one.requires_grad for one in module.parameters()):
-            raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
-        require_same_model(module, self.group)
         broadcast([*module.parameters(), *module.buffers()], self.group)
         self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
         self._broadcast_buffers = broadcast_buffers
@@ -105,15 +126,23 @@ class Wrapper(nn.Module):
         self._forward_began_ns = timeline.moment()
         return args, kwargs
 
+    @property
+    def is_step(self) -> bool:
+        """Whether a forward now is one that all ranks make, and a backward after it."""
+        return torch.is_grad_enabled() and self.training and not is_in_backward()
+
+    @eager
     def forward_failed(self) -> None:
-        """The module has raised."""
+        """The module has raised; or was stopped, where a checkpointed part is computed once more in backward."""
+        if self.is_step:
+            self.gradient_sync.forward_failed()
 
     @eager
     def after_forward(self, outputs: object) -> None:
         """What is to be done with what the module has returned."""
         timeline.add("compute", "forward", self._forward_began_ns)
         if torch.is_grad_enabled():
-            self.gradient_sync.watch(outputs)
+            self.gradient_sync.watch(outputs, is_of_all=self.is_step)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Wrapper:
         """What `to`, `half`, `cuda` and the like do."""
@@ -194,6 +223,25 @@ class Wrapper(nn.Module):
         if self._buffers_are_due and self._broadcast_buffers:
             broadcast([buffer for _, buffer in self.module.named_buffers()], self.group, src)
         self._buffers_are_due = False
+
+
+def _device_to_wrap(module: object, sparse: str) -> torch.device:
+    """Where the tensors of ``module`` are.
+
+    Raises:
+        ArgumentError: it cannot be wrapped.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"the module is a {type(module).__name__}; it must be a torch.nn.Module")
+    if any(isinstance(one, Wrapper) for one in module.modules()):
+        raise ArgumentError("the module is wrapped already, or a part of it is; wrap a plain one, once")
+    device = device_of(module)
+    if sparse == "error":
+        require_dense(module)
+    require_own_elements(module)
+    if not any(one.requires_grad for one in module.parameters()):
+        raise ArgumentError("no parameter of the module requires a gradient; there is nothing to train")
+    return device
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
