@@ -132,11 +132,9 @@ class _Sizes(NamedTuple):
     has_master: bool
 
     @staticmethod
-    def of(parameters: Sequence[Tensor], world_size: int, dtype: torch.dtype | None = None) -> _Sizes:
+    def of(parameters: Sequence[Tensor], world_size: int, computed: torch.dtype | None = None) -> _Sizes:
         layout = Layout([one.shape for one in parameters], world_size)
-        given = parameters[0].dtype
-        master = master_dtype(given)
-        used = dtype if dtype is not None and given.is_floating_point else given
+        used, master = computed or parameters[0].dtype, master_dtype(parameters[0].dtype)
         return _Sizes(layout.flat_numel * used.itemsize, layout.part_numel * master.itemsize, master != used)
 
 
@@ -150,10 +148,10 @@ def _expected_sharded(
 ) -> MemoryUse:
     by_unit = [
         [
-            (_Sizes.of([one for _, one in some], world_size, param_dtype), is_trained)
-            for (_, is_trained), some in by_kind.items()
+            (_Sizes.of([one for _, one in some], world_size, kind.computed), kind.is_trained)
+            for kind, some in by_kind.items()
         ]
-        for by_kind in parameters_by_unit(module, units_of(module, units)).values()
+        for by_kind in parameters_by_unit(module, units_of(module, units), param_dtype).values()
     ]
     trained = [[one for one, is_trained in unit if is_trained] for unit in by_unit]
     parts = sum(one.part for unit in trained for one in unit)

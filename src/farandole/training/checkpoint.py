@@ -56,6 +56,7 @@ def save_checkpoint(
     path = Path(path).resolve()  # of a link, what it leads to
     partial, before = path.with_name(f"{path.name}.partial"), _before(path)
     state = State(model, optimizer)
+    model.gradient_sync.settle()
     group = model.group
 
     def prepare() -> dict[str, Any]:
@@ -100,9 +101,10 @@ def load_checkpoint(
             known here, or a shape differs. Where the optimizer's groups differ, or a file cannot be read, some of the
             model's values are those of the checkpoint by then; the optimizer's state is as it was.
     """
+    path = Path(path).resolve()
     state = State(model, optimizer)
+    model.gradient_sync.settle()
     group = model.group
-    path = Path(path)
     if not path.exists() and _before(path).exists():  # a save was interrupted between its last two steps
         path = _before(path)
     goals = _on_all_ranks(group, lambda: state.to_load(_metadata_of(path)))
@@ -126,6 +128,7 @@ def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel)
         CheckpointError: the file cannot be written.
     """
     path = Path(path)
+    model.gradient_sync.settle()
     weights = model.state_dict()
 
     def write() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,9 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ArgumentError(f"max_norm={max_norm!r}, norm_type={norm_type!r}; they must be at least 0 and above 0")
+    if isinstance(holder, (DataParallel, ZeroOptimizer, FullyShardedParallel)):
+        model = holder.model if isinstance(holder, ZeroOptimizer) else holder
+        model.gradient_sync.settle()
     if isinstance(holder, DataParallel):
         if holder.is_sharded:
             raise ArgumentError("the gradients are with the ZeroOptimizer of this model; give that to clip_grad_norm_")
@@ -48,27 +52,35 @@ def clip_grad_norm_(
             f"{type(holder).__name__} holds no gradients of several ranks; give a DataParallel, a ZeroOptimizer or a "
             f"FullyShardedParallel"
         )
-    model = holder.model if isinstance(holder, ZeroOptimizer) else holder
-    total = _norm(gradients, norm_type, model.device)
-    if not is_whole:
-        is_max = math.isinf(norm_type)
-        if not is_max:
-            total = total.pow_(norm_type)
-        with blocking("all_reduce", total, model.group):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=model.group)
-        if not is_max:
-            total = total.pow_(1 / norm_type)
+    group = None if is_whole else model.group
+    if norm_type <= 2:
+        total = _norm(gradients, norm_type, model.device, group)
+    else:
+        total = largest = _norm(gradients, math.inf, model.device, group)
+        if not math.isinf(norm_type) and bool(0 < largest < math.inf):  # other powers may be too large for 64 bits
+            scaled = (one.to(_wide(one.dtype)) / largest for one in gradients)
+            total = _norm(scaled, norm_type, model.device, group) * largest
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor)
     return total
 
 
-def _norm(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
+def _norm(
+    gradients: Iterable[Tensor], norm_type: float, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Of these, on all ranks of ``group`` together, if given."""
     norms = [torch.linalg.vector_norm(one, norm_type, dtype=_wide(one.dtype)).double() for one in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)
+    if group is None:
+        return total
+    is_max = math.isinf(norm_type)
+    if not is_max:
+        total = total.pow_(norm_type)
+    with blocking("all_reduce", total, group):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    return total if is_max else total.pow_(1 / norm_type)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

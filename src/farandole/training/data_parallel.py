@@ -6,7 +6,9 @@ each parameter's ``grad`` is then a view into its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -103,7 +105,8 @@ class DataParallel(Wrapper, Joinable):
         self.gradient_sync.on_round = weakly(self.after_round)
         self.bucket_bytes = DEFAULT_BYTES if bucket_bytes == "auto" else bucket_bytes
         self._is_auto = bucket_bytes == "auto"
-        self.is_sharded = False
+        self._sharded_by: weakref.ref[torch.optim.Optimizer] | None = None
+        self.active_rank = 0
         self._divides_by_active = False
         self._register_state_dict_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -116,10 +119,9 @@ class DataParallel(Wrapper, Joinable):
         if torch.is_grad_enabled() and (self.training or self._join_config.enable):
             self.require_unchanged(self._are_trained)
             Join.notify_join_context(self)
-            src = 0
             if self._join_config.enable:
-                src, _ = self._agree_in_join(is_active=True)
-            self.share_buffers(src)
+                self._agree_in_join(is_active=True)
+            self.share_buffers(self.active_rank)
         return args, kwargs
 
     # -- buckets -----------------------------------------------------------------------------------------------------
@@ -132,24 +134,34 @@ class DataParallel(Wrapper, Joinable):
             SummedBucket([order[one] for one in some], parameters, self.summing) for some in dealt
         ]
 
-    def rearrange(self, done: Round) -> None:
-        """Fill buckets anew, in the order of rank 0's gradients."""
+    def rearrange(self, done: Round, src: int) -> None:
+        """Fill buckets anew, in the order of the gradients of rank ``src``."""
         if not self.is_sharded:
-            order, self.bucket_bytes = self._agree_on_buckets(done)
+            order, self.bucket_bytes = self._agree_on_buckets(done, src)
             self._fill_buckets(order)
         else:
-            super().rearrange(done)
+            super().rearrange(done, src)
 
-    def replace_buckets(self, buckets: Sequence[Bucket]) -> None:
+    def replace_buckets(self, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> None:
         """Have gradients summed in these, which hold all parameters that are trained, from now on; what was delivered
-        is let go of. For `ZeroOptimizer`."""
+        is let go of. For ``optimizer``, a `ZeroOptimizer`."""
         for parameter in self.gradient_sync.parameters:
             parameter.grad = None
         self.gradient_sync.buckets = buckets
-        self.is_sharded = True
+        self._sharded_by = weakref.ref(optimizer)
 
-    def _agree_on_buckets(self, done: Round) -> tuple[list[int], int]:
-        """The order in which rank 0's gradients came, and the size of buckets that is best for its times."""
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there was a `ZeroOptimizer`."""
+        return self._sharded_by is not None
+
+    @property
+    def sharded_by(self) -> torch.optim.Optimizer | None:
+        """The `ZeroOptimizer`, if there is one."""
+        return None if self._sharded_by is None else self._sharded_by()
+
+    def _agree_on_buckets(self, done: Round, src: int) -> tuple[list[int], int]:
+        """The order in which the gradients of rank ``src`` came, and the size of buckets that is best for its times."""
         parameters = self.gradient_sync.parameters
         last_s = max((seconds for seconds in done.ready_s if seconds is not None), default=0.0)
         ready_s = [last_s if seconds is None else seconds for seconds in done.ready_s]
@@ -159,30 +171,49 @@ class DataParallel(Wrapper, Joinable):
             link = measure_link(self.group, self.device)
             size = best_bucket_bytes([parameters[one].nbytes for one in order], [ready_s[one] for one in order], link)
         settled = torch.tensor([size, *order], device=self.device)
-        dist.broadcast(settled, group=self.group, group_src=0)
+        dist.broadcast(settled, group=self.group, group_src=src)
         size, *order = settled.tolist()
         return order, size
 
     # -- uneven inputs -----------------------------------------------------------------------------------------------
 
-    def join(self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False) -> Join:
+    @contextlib.contextmanager
+    def join(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        divide_by_initial_world_size: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
         """A context for a loop that is longer on some ranks: those that are through go on with what the others need of
-        them, and count as zero.
+        them, and count as zero. A `ZeroOptimizer` of the model joins, too: after each forward come a backward that is
+        summed, a step and `zero_grad`.
 
         Args:
+            optimizer: one of torch that steps the model: ranks that were through get its state, and the options of its
+                groups, from one that was active to the end; to be given if training goes on. Learning rate schedulers
+                are the caller's.
             divide_by_initial_world_size: with "mean", divide by all ranks to the end; else by those still active.
             throw_on_early_termination: raise on every rank when the first one is through.
         """
-        return Join(
-            [self],
-            throw_on_early_termination=throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        sharding = self.sharded_by
+        joining = [self, sharding] if isinstance(sharding, Joinable) else [self]
+        try:
+            with Join(
+                joining,
+                throw_on_early_termination=throw_on_early_termination,
+                divide_by_initial_world_size=divide_by_initial_world_size,
+                optimizer=optimizer if sharding is None else None,
+            ):
+                yield
+        finally:
+            for one in joining:
+                one.leave_join()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`."""
         self._divides_by_active = self.summing.is_mean and not kwargs.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        return _Shadow(self, kwargs.get("optimizer"))
 
     @property
     def join_device(self) -> torch.device:
@@ -194,8 +225,8 @@ class DataParallel(Wrapper, Joinable):
         """See `torch.distributed.algorithms.Joinable`."""
         return self.group
 
-    def _agree_in_join(self, *, is_active: bool) -> tuple[int, bool]:
-        """A rank that is active, and whether the backward to come is summed; its divisor is settled, too."""
+    def _agree_in_join(self, *, is_active: bool) -> bool:
+        """Whether the backward to come is summed. Settled are its divisor, too, and a rank that is active."""
         told = torch.zeros(1 + self.group.size(), dtype=torch.int32, device=self.device)
         told[0] = is_active and self.gradient_sync.enabled
         told[1 + self.group.rank()] = is_active
@@ -204,7 +235,8 @@ class DataParallel(Wrapper, Joinable):
         is_summed, *are_active = told.tolist()
         if self._divides_by_active:
             self.summing.divisor = sum(are_active)
-        return are_active.index(1), bool(is_summed)
+        self.active_rank = are_active.index(1)
+        return bool(is_summed)
 
     def _agree_on_carried(self, is_active: bool) -> None:
         """A rank that is through does not see whether the others have let go of gradients since the last backward."""
@@ -222,6 +254,7 @@ class DataParallel(Wrapper, Joinable):
     def leave_join(self) -> None:
         """Each forward is of this rank alone again."""
         Joinable.__init__(self)
+        self.active_rank = 0
         self._divides_by_active = False
         self.summing.divisor = self.summing.world_size if self.summing.is_mean else 1
 
@@ -230,23 +263,30 @@ class DataParallel(Wrapper, Joinable):
 class _Shadow(JoinHook):
     """What a rank does for the others when it is through."""
 
-    def __init__(self, model: DataParallel) -> None:
+    def __init__(self, model: DataParallel, optimizer: torch.optim.Optimizer | None) -> None:
         self._model = model
+        self._optimizer = optimizer
 
     def main_hook(self) -> None:
         """Each time that another goes on."""
-        src, is_summed = self._model._agree_in_join(is_active=False)
-        self._model.share_buffers(src)
+        is_summed = self._model._agree_in_join(is_active=False)
+        self._model.share_buffers(self._model.active_rank)
         if is_summed:
             self._model.gradient_sync.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the parameters and buffers of one that was active to the end."""
-        src = torch.tensor(self._model.group.rank() if is_last_joiner else -1, device=self._model.join_device)
-        dist.all_reduce(src, op=dist.ReduceOp.MAX, group=self._model.group)
-        module = self._model.module
+        """Take the parameters and buffers of one that was active to the end, and its optimizer's state."""
+        group, module = self._model.group, self._model.module
+        told = torch.tensor(group.rank() if is_last_joiner else -1, device=self._model.join_device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        src = int(told.item())
         self._model.leave_join()
-        broadcast([*module.parameters(), *module.buffers()], self._model.group, int(src.item()))
+        broadcast([*module.parameters(), *module.buffers()], group, src)
+        if self._optimizer is not None:
+            state = [self._optimizer.state_dict() if group.rank() == src else None]
+            dist.broadcast_object_list(state, group=group, group_src=src)
+            if group.rank() != src:
+                self._optimizer.load_state_dict(state[0])
 
 
 def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]) -> None:
@@ -254,8 +294,14 @@ def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metad
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner)]:
         state[prefix + key.removeprefix(inner)] = state.pop(key)
+    versions = getattr(state, "_metadata", {})  # of modules; those who load ask by the names they have themselves
+    for key in [key for key in versions if f"{key}.".startswith(inner)]:
+        versions[f"{prefix}{f'{key}.'.removeprefix(inner)}".removesuffix(".")] = versions[key]
 
 
 def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     found = {key: state.pop(key) for key in [*state] if key.startswith(prefix)}  # a child may be called "module", too
     state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in found.items()})
+    versions = getattr(state, "_metadata", {})  # where a module of which this is a part loads, there is none
+    for key in [key for key in versions if f"{key}.".startswith(prefix)]:
+        versions.setdefault(f"{prefix}module.{key.removeprefix(prefix)}".removesuffix("."), versions[key])

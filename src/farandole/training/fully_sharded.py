@@ -63,7 +63,8 @@ class FullyShardedParallel(Wrapper):
         module: the same on each rank, on one device. Its parameters are emptied.
         units: classes of modules that are units. None: the items of every ``ModuleList`` and ``Sequential``.
         param_dtype: 16-bit floats in which parameters and inputs are computed with, and gradients travel; the optimizer
-            works on the parameters as they were, and gradients are summed in 32 bits. None: as they are.
+            works on the parameters as they were, and gradients are summed in 32 bits. Those of modules with running
+            statistics, such as BatchNorm, stay as they are, as these do. None: all stay.
         group: of ranks; the world if None.
         reduction: see `DataParallel`, as for all that follow.
         unused: likewise.
@@ -149,16 +150,16 @@ class FullyShardedParallel(Wrapper):
         for one in self.module.modules():
             for attribute, parameter in one._parameters.items():
                 owners.setdefault(id(parameter), []).append(Owner(one, attribute))
-        kinds = parameters_by_unit(self.module, modules)
+        kinds = parameters_by_unit(self.module, modules, self._param_dtype)
         return [
-            Unit(unit, [self._make_flat(some, owners) for some in of_unit.values()]) for unit, of_unit in kinds.items()
+            Unit(unit, [self._make_flat(some, kind.computed, owners) for kind, some in of_unit.items()])
+            for unit, of_unit in kinds.items()
         ]
 
-    def _make_flat(self, some: list[tuple[str, nn.Parameter]], owners: Mapping[int, list[Owner]]) -> Flat:
+    def _make_flat(
+        self, some: list[tuple[str, nn.Parameter]], dtype: torch.dtype, owners: Mapping[int, list[Owner]]
+    ) -> Flat:
         names, parameters = zip(*some, strict=True)
-        dtype = parameters[0].dtype
-        if self._param_dtype is not None and dtype.is_floating_point:
-            dtype = self._param_dtype
         return Flat(names, parameters, [owners[id(one)] for one in parameters], dtype, self.summing)
 
     def _make_buckets(self) -> list[ScatterBucket]:
@@ -171,7 +172,9 @@ class FullyShardedParallel(Wrapper):
                 if flat.whole[0].requires_grad:
                     dtype = flat.whole[0].dtype
                     pool = pools.setdefault(dtype, BufferPool(dtype, self.device, self.group))
-                    buckets.append(ScatterBucket(range(at, at + len(flat.names)), flat.shard, pool, self.summing))
+                    buckets.append(
+                        ScatterBucket(range(at, at + len(flat.names)), flat.whole, flat.shard, pool, self.summing)
+                    )
                     at += len(flat.names)
         return [bucket for buckets in self._buckets.values() for bucket in buckets][::-1]
 
@@ -322,6 +325,7 @@ class FullyShardedParallel(Wrapper):
     def gathered(self) -> Iterator[None]:
         """A context in which the module has all its parameters, as the optimizer has them. What is written into them is
         kept by the rank whose part it is. All ranks enter and leave together; there is no forward in between."""
+        self.gradient_sync.settle()
         self._let_go()
         with contextlib.ExitStack() as stack, torch.no_grad():
             for flat in self._flats:
@@ -370,6 +374,7 @@ class FullyShardedParallel(Wrapper):
         """
         if assign:
             raise ArgumentError("assign=True; sharded parameters are copied into: leave it out")
+        self.gradient_sync.settle()
         have = torch.tensor([state_dict is not None], dtype=torch.int32, device=self.device)
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=self.group)
         if have.item():
@@ -394,6 +399,33 @@ class FullyShardedParallel(Wrapper):
         for key, value in others[0].items():
             self.module.get_submodule(key.removesuffix(_EXTRA).removesuffix(".")).set_extra_state(value)
         return None
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Called where this is a part of a module that loads its state: whole parameters are taken from it, and the
+        rest goes on to the module that is wrapped."""
+        found = {key: state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)}
+        with self.gathered():
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                value = found.pop(prefix + name, None)
+                if value is None:
+                    missing_keys.append(prefix + name)
+                elif value.shape != parameter.shape:
+                    error_msgs.append(
+                        f"{prefix + name!r} is of shape {tuple(value.shape)} there, {tuple(parameter.shape)} in the "
+                        f"model"
+                    )
+                else:
+                    parameter.copy_(value)
+        state_dict.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in found.items()})
 
     def _by_first_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Where tied parameters are named once, it may be by any of their names."""

@@ -77,11 +77,13 @@ class Round:
         ready_s: per parameter when it was taken, in seconds since the first one; None if it was not.
         order: buckets, in the order in which they could be started.
         waited_s: how long backward waited for sums when it was through itself.
+        is_delivered: whether gradients were summed, and not given up.
     """
 
     ready_s: list[float | None]
     order: list[int]
     waited_s: float = 0.0
+    is_delivered: bool = False
 
 
 @dataclasses.dataclass
@@ -139,7 +141,7 @@ class GradientSync:
     Attributes:
         enabled: whether backward sums; else it accumulates on this rank alone.
         on_open: called when a backward begins that is summed, with whether this rank takes part with gradients.
-        on_round: called after each backward that has summed, when all is delivered.
+        on_round: called after each backward that was to be summed, when all is delivered or given up.
     """
 
     def __init__(
@@ -446,6 +448,7 @@ class GradientSync:
             bucket.wait()
         self._deliver(again, num_having)
         self._expected = [max(1, times) for times in self._num_accumulated]
+        self._round.is_delivered = True
         self.on_round(self._round)
         if self._unused == "error" and any(num_lacking):
             raise UnusedParametersError(self._without_gradient(num_lacking))

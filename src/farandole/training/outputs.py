@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from types import ModuleType
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,7 +25,7 @@ def tensors_in(outputs: object) -> Iterator[Tensor]:
         for leaf in pytree.tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
                 yield leaf
-            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module)):
+            elif id(leaf) not in seen and not isinstance(leaf, (type, nn.Module, ModuleType)):
                 seen.add(id(leaf))
                 waiting.extend(_attributes_of(leaf))
 

@@ -8,22 +8,65 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from farandole.errors import ArgumentError
 from farandole.training.bucket import Bucket, Kind
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Summing
 
-__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
+__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype", "refuse_steps"]
 
 MAX_ON_THE_WAY = 2
 """Sums that are under way before a pool waits for the oldest."""
+
+_OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+
+_refused = WeakTensorKeyDictionary()
+"""Parameters that are not to be stepped: their pieces are."""
+
+_shard_of = WeakTensorKeyDictionary()
+"""Of a piece that an optimizer works on, a weak reference to its `FlatShard`."""
+
+
+def refuse_steps(parameters: Iterable[nn.Parameter]) -> None:
+    """Have optimizers refuse these."""
+    _watch_steps()
+    for parameter in parameters:
+        _refused[parameter] = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Called before each step of any optimizer: what it has may have been sharded since."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _refused:
+                raise ArgumentError(
+                    f"the {type(optimizer).__name__} has parameters that are sharded, and get no gradients; make it "
+                    f"after that: a ZeroOptimizer of the model, or one of FullyShardedParallel(...).parameters()"
+                )
+            if (shard := _shard_of.get(parameter, lambda: None)()) is not None:
+                if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+                    raise ArgumentError(
+                        f"{type(optimizer).__name__} needs whole parameters, and these are pieces; take one that "
+                        f"treats each element by itself, such as AdamW, or DataParallel without a ZeroOptimizer"
+                    )
+                shard.require_summed()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 class Holding(NamedTuple):
@@ -76,12 +119,53 @@ class FlatShard:
             nn.Parameter(piece.view(own), requires_grad=parameters[piece.tensor].requires_grad) for piece in self.pieces
         ]
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
+        self._paused: dict[int, _Paused] = {}  # since a backward that was not summed
+        _watch_steps()
+        for value in self.values:
+            _shard_of[value] = weakref.ref(self)
 
     def holdings(self) -> Iterator[Holding]:
         """Of each parameter."""
         for piece, value in zip(self.pieces, self.values, strict=True):
             shape = self.layout.places[piece.tensor].shape
             yield Holding(self.names[piece.tensor], shape, piece.start, piece.stop, value)
+
+    def pause(self, have_gradients: Sequence[bool]) -> None:
+        """Some whole parameters have gradients of this rank alone. So that it is seen whether these are let go of, each
+        piece has a gradient, too."""
+        for position, (piece, value) in enumerate(zip(self.pieces, self.values, strict=True)):
+            if have_gradients[piece.tensor]:
+                is_new = value.grad is None
+                if is_new:
+                    value.grad = piece.view(self.require_gradient()).zero_()
+                self._paused[position] = _Paused(value.grad, value.grad._version, is_new)
+
+    def resume(self) -> list[int]:
+        """Backward goes on. Returns those parameters whose gradients were let go of."""
+        let_go = [position for position in self._paused if self._was_let_go(position)]
+        for position, paused in self._paused.items():
+            if paused.is_new:
+                self.values[position].grad = None
+        self._paused.clear()
+        return [self.pieces[position].tensor for position in let_go]
+
+    def _was_let_go(self, position: int) -> bool:
+        """Set to None, or to zero, since backward paused."""
+        gradient, paused = self.values[position].grad, self._paused[position]
+        return gradient is None or (
+            gradient is paused.gradient and gradient._version != paused.version and not bool(gradient.any())
+        )
+
+    def require_summed(self) -> None:
+        """Raises:
+        ArgumentError: gradients of this rank alone are left.
+        """
+        for position in self._paused:
+            if not self._was_let_go(position):
+                raise ArgumentError(
+                    f"{self.names[self.pieces[position].tensor]!r} has a gradient of this rank alone; run the last "
+                    f"backward before step() outside no_sync()"
+                )
 
     def carry(self) -> bool:
         """Have in ``gradient`` what was not let go of, as it is now, and zero elsewhere; whether there is any."""
@@ -107,6 +191,20 @@ class FlatShard:
         for piece, value in zip(self.pieces, self.values, strict=True):
             if has_gradient[piece.tensor] and value.numel():
                 value.grad = piece.view(self.gradient)
+
+
+class _Paused(NamedTuple):
+    """What was the gradient of a piece after a backward that was not summed.
+
+    Attributes:
+        gradient: of the piece.
+        version: of it.
+        is_new: whether there is none yet but zero.
+    """
+
+    gradient: Tensor
+    version: int
+    is_new: bool
 
 
 class BufferPool:
@@ -148,20 +246,34 @@ class ScatterBucket(Bucket):
 
     Args:
         indices: of the parameters, among all that are trained.
+        parameters: these: whole ones, which accumulate gradients.
         shard: whose pieces get the sums.
         memory: where gradients lie until they are summed: a pool, or a flat tensor of this bucket's own.
         summing: how.
     """
 
-    def __init__(self, indices: Sequence[int], shard: FlatShard, memory: BufferPool | Tensor, summing: Summing) -> None:
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        shard: FlatShard,
+        memory: BufferPool | Tensor,
+        summing: Summing,
+    ) -> None:
         super().__init__(indices)
+        self._parameters = parameters
         self.shard = shard
         self._memory = memory
         self._summing = summing
         self._buffer: Tensor | None = None  # while it is in use
 
+    def begin(self) -> None:
+        super().begin()
+        for position in self.shard.resume():
+            self._parameters[position].grad = None
+
     def pause(self) -> None:
-        pass
+        self.shard.pause([one.grad is not None for one in self._parameters])
 
     def _view(self, position: int) -> Tensor:
         return self.shard.layout.places[position].view(self._flat())

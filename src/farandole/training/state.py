@@ -52,8 +52,8 @@ class State:
             )
         if isinstance(optimizer, ZeroOptimizer) and optimizer.model is not model:
             raise ArgumentError("the ZeroOptimizer is that of another model")
-        if isinstance(model, DataParallel) and model.is_sharded and not isinstance(optimizer, ZeroOptimizer):
-            raise ArgumentError("the parameters are sharded by a ZeroOptimizer; give that, too")
+        if isinstance(model, DataParallel) and model.is_sharded and optimizer not in (None, model.sharded_by):
+            raise ArgumentError("the parameters are sharded by a ZeroOptimizer; give that one, or none")
         self._model = model
         self._optimizer = optimizer
         self._pieces: list[Holding] = []
@@ -98,6 +98,8 @@ class State:
         Raises:
             ArgumentError: something cannot be saved.
         """
+        if isinstance(self._optimizer, ZeroOptimizer):
+            self._optimizer.take_over()
         state = self._parameters()
         if self._optimizer is not None:
             for holding in self._of_optimizer():

@@ -27,7 +27,7 @@ from farandole.training.recorded import blocking, started, wait_for
 from farandole.training.shards import FlatShard, master_dtype
 from farandole.training.summing import Summing
 
-__all__ = ["Absent", "Flat", "Owner", "Unit", "parameters_by_unit", "units_of"]
+__all__ = ["Absent", "Flat", "FlatKind", "Owner", "Unit", "parameters_by_unit", "units_of"]
 
 
 class Owner(NamedTuple):
@@ -300,19 +300,40 @@ def units_of(module: nn.Module, kinds: object) -> dict[str, nn.Module]:
     return found
 
 
+class FlatKind(NamedTuple):
+    """What the parameters of a flat tensor have in common.
+
+    Attributes:
+        dtype: of the parameters.
+        computed: the dtype in which they are gathered.
+        is_trained: whether they require gradients.
+    """
+
+    dtype: torch.dtype
+    computed: torch.dtype
+    is_trained: bool
+
+
 def parameters_by_unit(
-    module: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]]:
-    """Names and parameters of each unit, by dtype and whether they are trained. First, as "", comes what is in none of
-    ``modules``, or in several."""
+    module: nn.Module, modules: Mapping[str, nn.Module], param_dtype: torch.dtype | None
+) -> dict[str, dict[FlatKind, list[tuple[str, nn.Parameter]]]]:
+    """Names and parameters of each unit, by what those of a flat tensor have in common. First, as "", comes what is in
+    none of ``modules``, or in several."""
     unit_of = {id(child): name for name, one in modules.items() for child in one.modules()}
     units: dict[int, str] = {}
+    beside_statistics = set()
     for one in module.modules():
         for parameter in one._parameters.values():
+            if isinstance(one, nn.modules.batchnorm._NormBase):
+                beside_statistics.add(id(parameter))
             name = unit_of.get(id(one), "")
             units[id(parameter)] = name if units.get(id(parameter), name) == name else ""
-    found: dict[str, dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = {"": {}}
+    found: dict[str, dict[FlatKind, list[tuple[str, nn.Parameter]]]] = {"": {}}
     for name, parameter in module.named_parameters():
         of_unit = found.setdefault(units[id(parameter)], {})
-        of_unit.setdefault((parameter.dtype, parameter.requires_grad), []).append((name, parameter))
+        computed = parameter.dtype
+        if param_dtype is not None and computed.is_floating_point and id(parameter) not in beside_statistics:
+            computed = param_dtype
+        kind = FlatKind(parameter.dtype, computed, parameter.requires_grad)
+        of_unit.setdefault(kind, []).append((name, parameter))
     return found

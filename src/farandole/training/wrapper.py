@@ -185,18 +185,21 @@ class Wrapper(nn.Module):
         return self.gradient_sync.off()
 
     def after_round(self, done: Round) -> None:
-        """Called when a backward has delivered."""
-        self._num_rounds += 1
+        """Called when a backward is through on all ranks."""
+        self._num_rounds += done.is_delivered
         self.waited_s += done.waited_s
         self._buffers_are_due = True
-        if self._num_rounds == _MEASURED_ROUND:
-            self.rearrange(done)
+        if done.is_delivered and self._num_rounds == _MEASURED_ROUND:
+            had_gradients = any(seconds is not None for seconds in done.ready_s)
+            first = torch.tensor(self.group.rank() if had_gradients else self.group.size(), device=self.device)
+            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
+            self.rearrange(done, int(first.item()) % self.group.size())
 
-    def rearrange(self, done: Round) -> None:
-        """Have buckets started in the order in which those of rank 0 were full."""
+    def rearrange(self, done: Round, src: int) -> None:
+        """Have buckets started in the order in which those of rank ``src`` were full."""
         buckets = self.gradient_sync.buckets
         order = torch.tensor([*done.order, *sorted({*range(len(buckets))} - {*done.order})], device=self.device)
-        dist.broadcast(order, group=self.group, group_src=0)
+        dist.broadcast(order, group=self.group, group_src=src)
         self.gradient_sync.buckets = [buckets[number] for number in order.tolist()]
 
     def held(self) -> Iterator[tuple[Kind, Tensor]]:

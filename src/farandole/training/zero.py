@@ -25,7 +25,8 @@ from farandole.training.data_parallel import DataParallel
 from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.recorded import started, wait_for
-from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype
+from farandole.training.replicas import require_same
+from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype, refuse_steps
 
 __all__ = ["ZeroOptimizer"]
 
@@ -79,15 +80,24 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.model = model
         self._parameters = model.gradient_sync.parameters
-        groups = _as_groups(self._parameters if params is None else params)
-        _require_all(groups, model)
-        self._shards = _Shards(model, stage)
         names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
-        names_in_groups = [[names[id(one)] for one in group["params"] if id(one) in names] for group in groups]
+        groups: list[dict[str, Any]] = []
+        problem = None
+        try:
+            groups = _as_groups(self._parameters if params is None else params)
+            _require_all(groups, model)
+        except ArgumentError as error:
+            problem = error
+        self._given = [[names.get(id(one)) for one in group["params"]] for group in groups]  # None: a frozen one
+        said = [f"stage={stage}", getattr(optimizer_class, "__name__", ""), *map(str, self._given)]
+        require_same(said, model.group, model.device, problem)
+        self._shards = _Shards(model, stage)
+        model.replace_buckets(self._shards.buckets, self)
+        refuse_steps(self._parameters)
         values = {one.name: one.value for one in self.holdings()}
         sharded = [
-            {**group, "params": [values[name] for name in some if name in values]}
-            for group, some in zip(groups, names_in_groups, strict=True)
+            {**group, "params": [values[name] for name in some if name is not None]}
+            for group, some in zip(groups, self._given, strict=True)
         ]
         self._inner = optimizer_class(sharded, **defaults)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -101,21 +111,38 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             closure: computes the loss once more, with gradients, before the step.
 
         Raises:
-            ArgumentError: gradients of this rank alone are left, from `DataParallel.no_sync`.
+            ArgumentError: gradients of this rank alone are left, from `DataParallel.no_sync`; or there is another
+                ZeroOptimizer of the model since.
         """
+        return self._step(closure, is_active=True)
+
+    def _step(self, closure: Callable[[], Any] | None, *, is_active: bool) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, parameter in zip(self.model.gradient_sync.names, self._parameters, strict=True):
-            if parameter.grad is not None:
-                raise ArgumentError(
-                    f"{name!r} has a gradient of this rank alone; run the last backward before step() outside no_sync()"
-                )
-        self._shards.take_over()
+        self.model.gradient_sync.settle()
+        if self.model.sharded_by is not self:
+            raise ArgumentError("the model has another ZeroOptimizer since this one; step the one made last")
+        if self._join_config.enable:
+            self._agree_on_options(is_active=is_active)
+        self.take_over()
         self._inner.step()
         self.gather()
         return loss
+
+    def _agree_on_options(self, *, is_active: bool) -> None:
+        """A rank that is through does not see what a scheduler makes of them."""
+        options = [[{key: one for key, one in group.items() if key != "params"} for group in self.param_groups]]
+        dist.broadcast_object_list(options, group=self.model.group, group_src=self.model.active_rank)
+        if not is_active:
+            for group, one in zip(self.param_groups, options[0], strict=True):
+                group.update(one)
+
+    def take_over(self) -> None:
+        """Where 16-bit parameters have 32-bit copies, give these what was written into the parameters since they were
+        gathered."""
+        self._shards.take_over()
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank's optimizer works on."""
@@ -144,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         the whole parameters, in the same groups. `load_checkpoint` takes that of any number of ranks.
 
         Raises:
-            ArgumentError: it is the state of other pieces.
+            ArgumentError: it is the state of other pieces, or of parameters of other shapes or in other groups.
         """
         given = dict(state_dict)
         part = given.pop("part", None)
@@ -166,14 +193,22 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def _cut(self, whole: dict[str, Any]) -> dict[str, Any]:
         """From the state of whole parameters, that of this rank's pieces."""
-        holdings = {id(one.value): one for one in self.holdings()}
-        values = [value for group in self.param_groups for value in group["params"]]
-        state = {
-            number: {key: _piece_of(entry, key, holdings[id(values[number])]) for key, entry in entries.items()}
-            for number, entries in whole["state"].items()
-            if number < len(values)
-        }
-        return {**whole, "state": state}
+        holdings = {one.name: one for one in self.holdings()}
+        sizes = [len(group["params"]) for group in whole["param_groups"]]
+        if sizes not in ([len(some) for some in self._given], [len(group["params"]) for group in self.param_groups]):
+            raise ArgumentError(
+                f"this is the state of an optimizer with groups of {sizes} parameters; those here have "
+                f"{[len(some) for some in self._given]}, frozen ones included"
+            )
+        state, groups = {}, []
+        for group, given in zip(whole["param_groups"], self._given, strict=True):
+            names = given if len(given) == len(group["params"]) else [name for name in given if name is not None]
+            numbers = {name: one for name, one in zip(names, group["params"], strict=True) if name is not None}
+            groups.append({**group, "params": list(numbers.values())})
+            for name, number in numbers.items():
+                entries = whole["state"].get(number, {})
+                state[number] = {key: _piece_of(entry, key, holdings[name]) for key, entry in entries.items()}
+        return {**whole, "state": state, "param_groups": groups}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
@@ -198,9 +233,13 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `torch.distributed.algorithms.Joinable`. Give the model and this to one `Join`, in this order; after each
-        forward come a backward that is summed, a step and `zero_grad`."""
+        """See `torch.distributed.algorithms.Joinable`; `DataParallel.join` is for both. After each forward come a
+        backward that is summed, a step and `zero_grad`."""
         return _Shadow(self)
+
+    def leave_join(self) -> None:
+        """Each step is of all ranks again."""
+        Joinable.__init__(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -214,11 +253,16 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
 
 def _piece_of(entry: object, key: str, holding: Holding) -> object:
-    if not isinstance(entry, Tensor):
+    if not isinstance(entry, Tensor) or (key == "step" and entry.dim() == 0):
         return entry
-    if entry.shape != holding.shape or (key == "step" and entry.dim() == 0):
+    if entry.shape == holding.shape:
+        return entry.reshape(-1)[holding.start : holding.stop].clone()
+    if entry.numel() == 1:
         return entry.clone()
-    return entry.reshape(-1)[holding.start : holding.stop].clone()
+    raise ArgumentError(
+        f"the state has a {key!r} of shape {tuple(entry.shape)} for {holding.name!r}, which is of shape "
+        f"{tuple(holding.shape)}; it must be of an optimizer of the same parameters that treats each element by itself"
+    )
 
 
 class _Shadow(JoinHook):
@@ -227,8 +271,12 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """This rank's part is stepped for the others, too."""
-        self._optimizer.step()
+        self._optimizer._step(None, is_active=False)
         self._optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Each step is of all ranks again."""
+        self._optimizer.leave_join()
 
 
 class _Shards:
@@ -246,7 +294,7 @@ class _Shards:
         self._shards: list[FlatShard] = []
         for some in dealt:
             self._flatten([model.gradient_sync.names[index] for index in some], [parameters[index] for index in some])
-        buckets = []
+        self.buckets: list[ScatterBucket] = []
         pools: dict[torch.dtype, BufferPool] = {}
         for indices, flat, shard in zip(dealt, self._flats, self._shards, strict=True):
             kind = flat.dtype, flat.device, summing.group
@@ -254,8 +302,8 @@ class _Shards:
                 memory: BufferPool | Tensor = zeros(flat.numel(), *kind)
             else:
                 memory = pools.setdefault(flat.dtype, BufferPool(*kind))
-            buckets.append(ScatterBucket(indices, shard, memory, summing))
-        model.replace_buckets(buckets)
+            whole = [parameters[index] for index in indices]
+            self.buckets.append(ScatterBucket(indices, whole, shard, memory, summing))
 
     def _flatten(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         layout = Layout([one.shape for one in parameters], self._summing.world_size)
