@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -122,7 +123,7 @@ def shard(
 
 def show(rows: list[dict], num_bytes: int) -> None:
     """Print the table."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     table = Table(
         title=f"A rank of {dist.get_world_size()}, {num_bytes / 4e6:.1f} million parameters; MB, and ms per step",
         title_justify="left",

@@ -327,7 +327,11 @@ def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
     assert "make it from model.parameters()" in said(model, stranger, ArgumentError)
     zero_model = DataParallel(network(), group=world.group)
     zero = ZeroOptimizer(zero_model, torch.optim.AdamW, lr=0.1)
-    assert said(zero_model, None, ArgumentError) == ("the parameters are sharded by a ZeroOptimizer; give that, too")
+    other = torch.optim.AdamW(zero_model.parameters())
+    assert (
+        said(zero_model, other, ArgumentError)
+        == "the parameters are sharded by a ZeroOptimizer; give that one, or none"
+    )
     assert said(model, zero, ArgumentError) == "the ZeroOptimizer is that of another model"
     assert "it must be a DataParallel or a FullyShardedParallel" in refusal(
         lambda: save_checkpoint(path, network()), ArgumentError

@@ -1032,7 +1032,7 @@ def a_backward_that_failed_on_one_rank_ends_that_of_all(world: World) -> None:
                     assert "middle" in refusal(loss.backward, ZeroDivisionError)
                 else:
                     said = refusal(loss.backward, BackwardFailedError)
-                    assert f"backward failed on rank {last} of" in said
+                    assert f"backward failed on rank {last}: go" in said
                     assert "next step" in said
                 continue
             squares(wrapped(batch(world.rank, step), False)).backward()

@@ -144,7 +144,13 @@ class Record:
                 self.spans += spans
                 self.num_missing += num_missing
             self._sources.clear()
-            self.spans = [span._replace(began_ns=max(span.began_ns, self.began_ns)) for span in self.spans]
+            # Where the ranks have come together after the record was opened, other threads have gone on before that.
+            self.spans = [
+                span._replace(began_ns=max(span.began_ns, self.began_ns))
+                for span in self.spans
+                if span.ended_ns >= self.began_ns
+            ]
+            self.steps = [ended_ns for ended_ns in self.steps if ended_ns >= self.began_ns]
 
 
 _lock = threading.Lock()

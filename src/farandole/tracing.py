@@ -171,20 +171,24 @@ def _end(own: Trace, record: Record, ranks: Ranks, failed: bool) -> None:
     try:
         if failed:
             ranks.hurry(_AFTER_A_FAILURE_S)
-        problem = _merge(own, part, ranks)
+        problem, num_missing = _merge(own, part, ranks)
     except Exception as error:  # of communication, farandole's or torch's: what this rank has is not to be lost
         _write_own(own.path, part, error)
         return
     if problem and not failed:
         raise OSError(f"{own.path} could not be written: {problem}")
+    if num_missing:
+        whose = ", ".join(f"{number} spans of rank {rank}" for rank, number in num_missing.items())
+        warnings.warn(f"{own.path} is not complete: there was no room for {whose}", RuntimeWarning, stacklevel=4)
 
 
-def _merge(own: Trace, part: Part, ranks: Ranks) -> str:
-    """Write one file of all parts. Returns what went wrong with it, the same on all ranks."""
+def _merge(own: Trace, part: Part, ranks: Ranks) -> tuple[str, dict[int, int]]:
+    """Write one file of all parts. Returns what went wrong with it, the same on all ranks; and on rank 0 how many spans
+    of which ranks there was no room for."""
     offset_ns, uncertainty_ns = clock_offset(ranks, clock_identity())
     part = replace(part, offset_ns=offset_ns, uncertainty_ns=uncertainty_ns)
     packed = ranks.gather(part.pack())
-    problem, exposed = "", []
+    problem, exposed, parts = "", [], list[Part]()
     if ranks.rank == 0:
         parts = [Part.unpack(one) for one in packed]
         exposed = [one.exposure() for one in parts]
@@ -192,13 +196,9 @@ def _merge(own: Trace, part: Part, ranks: Ranks) -> str:
             write_trace(own.path, parts)
         except OSError as error:
             problem = error.strerror or str(error)
-        missing = {one.rank: one.num_missing for one in parts if one.num_missing}
-        if missing:
-            whose = ", ".join(f"{number} spans of rank {rank}" for rank, number in missing.items())
-            warnings.warn(f"{own.path} is not complete: there was no room for {whose}", RuntimeWarning, stacklevel=5)
     told = ranks.all_gather(RankExposure.pack(exposed, problem) if ranks.rank == 0 else b"")[0]
     own._exposed, problem = RankExposure.unpack(told)
-    return problem
+    return problem, {one.rank: one.num_missing for one in parts if one.num_missing}
 
 
 def _write_own(path: Path, part: Part, error: Exception) -> None:

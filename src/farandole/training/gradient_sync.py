@@ -78,12 +78,14 @@ class Round:
         order: buckets, in the order in which they could be started.
         waited_s: how long backward waited for sums when it was through itself.
         is_delivered: whether gradients were summed, and not given up.
+        active_rank: the first one that took part with gradients.
     """
 
     ready_s: list[float | None]
     order: list[int]
     waited_s: float = 0.0
     is_delivered: bool = False
+    active_rank: int = 0
 
 
 @dataclasses.dataclass
@@ -449,6 +451,7 @@ class GradientSync:
         self._deliver(again, num_having)
         self._expected = [max(1, times) for times in self._num_accumulated]
         self._round.is_delivered = True
+        self._round.active_rank = next(rank for rank, one in enumerate(states) if one != _IS_THROUGH)
         self.on_round(self._round)
         if self._unused == "error" and any(num_lacking):
             raise UnusedParametersError(self._without_gradient(num_lacking))

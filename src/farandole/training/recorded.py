@@ -39,13 +39,15 @@ def started(work: dist.Work, name: str, tensor: Tensor, group: dist.ProcessGroup
 
 def wait_for(work: dist.Work) -> None:
     """Wait, and record that."""
-    if timeline.is_on() and not work.is_completed():
-        with timeline.span("waiting", "for communication"):
+    try:
+        if timeline.is_on() and not work.is_completed():
+            with timeline.span("waiting", "for communication"):
+                work.wait()
+        else:
             work.wait()
-    else:
-        work.wait()
-    if _ends and work in _ends:
-        _ends.pop(work)()
+    finally:
+        if _ends and work in _ends:
+            _ends.pop(work)()
 
 
 @contextlib.contextmanager
@@ -55,9 +57,11 @@ def blocking(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Iterator[No
         yield
         return
     end = timeline.start("communication", name, _track(group), blocking=True, **_details(tensor, group))
-    with timeline.span("waiting", f"in {name}"):
-        yield
-    end()
+    try:
+        with timeline.span("waiting", f"in {name}"):
+            yield
+    finally:
+        end()
 
 
 def _is_to_record(device: torch.device, group: dist.ProcessGroup) -> bool:

@@ -137,7 +137,7 @@ class FlatShard:
             if have_gradients[piece.tensor]:
                 is_new = value.grad is None
                 if is_new:
-                    value.grad = piece.view(self.require_gradient()).zero_()
+                    value.grad = piece.view(self.require_gradient().data).zero_()
                 self._paused[position] = _Paused(value.grad, value.grad._version, is_new)
 
     def resume(self) -> list[int]:
@@ -190,7 +190,7 @@ class FlatShard:
         """Give the pieces of those tensors their gradients, as they lie in ``gradient``."""
         for piece, value in zip(self.pieces, self.values, strict=True):
             if has_gradient[piece.tensor] and value.numel():
-                value.grad = piece.view(self.gradient)
+                value.grad = piece.view(self.gradient.data)  # of which it is seen whether it is changed by itself
 
 
 class _Paused(NamedTuple):

@@ -40,7 +40,7 @@ class SummedBucket(Bucket):
     def _use(self, flat: Tensor) -> None:
         self._flat = flat
         self._views = [
-            _as_parameter(place.view(flat), one)
+            _as_parameter(place.view(flat.data), one)  # of each of which it is seen whether it is changed
             for place, one in zip(self._layout.places, self._parameters, strict=True)
         ]
 

@@ -190,10 +190,7 @@ class Wrapper(nn.Module):
         self.waited_s += done.waited_s
         self._buffers_are_due = True
         if done.is_delivered and self._num_rounds == _MEASURED_ROUND:
-            had_gradients = any(seconds is not None for seconds in done.ready_s)
-            first = torch.tensor(self.group.rank() if had_gradients else self.group.size(), device=self.device)
-            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
-            self.rearrange(done, int(first.item()) % self.group.size())
+            self.rearrange(done, done.active_rank)
 
     def rearrange(self, done: Round, src: int) -> None:
         """Have buckets started in the order in which those of rank ``src`` were full."""

@@ -253,11 +253,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
 
 def _piece_of(entry: object, key: str, holding: Holding) -> object:
-    if not isinstance(entry, Tensor) or (key == "step" and entry.dim() == 0):
+    if not isinstance(entry, Tensor):
         return entry
-    if entry.shape == holding.shape:
+    if entry.shape == holding.shape and not (key == "step" and entry.dim() == 0):
         return entry.reshape(-1)[holding.start : holding.stop].clone()
-    if entry.numel() == 1:
+    if entry.dim() == 0:
         return entry.clone()
     raise ArgumentError(
         f"the state has a {key!r} of shape {tuple(entry.shape)} for {holding.name!r}, which is of shape "
