@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import random
+import shutil
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +36,14 @@ from training_worlds import (
 )
 
 from farandole.errors import ArgumentError
-from farandole.training import BackwardFailedError, DataParallel, ZeroOptimizer
+from farandole.training import (
+    BackwardFailedError,
+    DataParallel,
+    UnusedParametersError,
+    ZeroOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from farandole.training.clipping import clip_grad_norm_
 
 check = Checks()
@@ -746,9 +757,6 @@ def wrong_arguments(world: World) -> None:
 
 @check(2, 3)
 def a_backward_that_failed_on_one_rank_ends_that_of_all(world: World) -> None:
-    class Bad(RuntimeError):
-        pass
-
     def fail(_: Tensor) -> None:
         raise Bad
 
@@ -774,6 +782,259 @@ def a_backward_that_failed_on_one_rank_ends_that_of_all(world: World) -> None:
             expected.step()
             updates(optimizer)
         identical(model.module, expected.module)
+
+
+class FailsLater(torch.autograd.Function):
+    @staticmethod
+    def forward(context, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> Tensor:
+        raise Bad
+
+
+class Bad(RuntimeError):
+    pass
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.raises = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.raises:
+            raise Bad
+        return self.inner(inputs)
+
+
+@check(2, 3)
+def a_step_left_out_by_one_rank_is_told_to_all_and_none_is_out_of_step(world: World) -> None:
+    """Wherever it fails on that rank: each gradient that any rank gets is of all ranks' batches of one step."""
+    for stage in STAGES:
+        for where in ("in forward", "between", "in the backward of the loss"):
+            model = wrap(world, Raises())
+            optimizer = optimizer_of(model, stage, SGD)
+            expected = Reference(network(), world.size, SGD)
+            said = []
+            for step in range(8):
+                fails = world.rank == 0 and step in (2, 5)
+                model.module.raises = fails and where == "in forward"
+                try:
+                    outputs = model(batch(world.rank, step))
+                    if fails and where == "between":
+                        raise Bad
+                    squares(FailsLater.apply(outputs) if fails else outputs).backward()
+                except (Bad, BackwardFailedError) as error:
+                    said.append(type(error).__name__)
+                    continue
+                said.append("")
+                for rank in range(world.size):
+                    expected.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+                expected.sum()
+                expected.step()
+                updates(optimizer)
+                identical(model.module.inner, expected.module)
+            is_seen = where == "in forward"  # by the rank itself; else the next step, too, is left out
+            mine = "Bad" if world.rank == 0 else "BackwardFailedError"
+            then = "" if is_seen else "BackwardFailedError"
+            assert said == ["", "", mine, then, "", mine, then, ""]
+
+
+@check(2, 3)
+def who_is_ahead_is_named_and_what_a_rank_does_alone_is_not_counted(world: World) -> None:
+    model = wrap(world, network())
+    if world.rank == 0:
+        model(batch(0, 0))  # and no backward
+    said = refusal(squares(model(batch(world.rank, 1))).backward, BackwardFailedError)
+    assert "no backward has reached 1 of the forwards before this one on rank 0, 0 on rank" in said
+    assert "no rank of the group has gradients" in said
+    assert all(one.grad is None for one in model.parameters())
+    model = wrap(world, network())
+    for step in range(4):
+        if world.rank == step % world.size:
+            with torch.no_grad():
+                model(batch(0, 0))
+            model.eval()
+            model(batch(0, 0))
+            model.train()
+            model.module(batch(0, 0))
+        with model.no_sync():
+            for number in range(world.rank):
+                squares(model(batch(world.rank, number))).backward()
+        two = model(batch(world.rank, step)), model(batch(world.rank, step + 1))
+        sum(map(squares, two[: 1 + step % 2])).backward()  # on all ranks, one is left out now and then
+    world.require_same(one.grad for one in model.parameters())
+
+
+@check(2, 3)
+def a_rank_that_failed_goes_on_with_something_else_than_a_forward(world: World) -> None:
+    for stage in STAGES:
+        for what in ("step", "clip", "save", "load"):
+            if stage == 0 and what == "step":
+                continue  # of an optimizer that knows of no other rank
+            model = wrap(world, Raises())
+            optimizer = optimizer_of(model, stage, SGD)
+            path = Path(tempfile.gettempdir()) / f"farandole-{world.all_of(os.getpid())[0]}"
+            save_checkpoint(path, model, optimizer)
+            before = [bits(one) for one in model.parameters()]
+            if world.rank == 0:
+                handle = model.module.inner[0].weight.register_hook(lambda _: FailsLater.backward(None, _))
+            refusal(squares(model(batch(world.rank, 0))).backward, Bad if world.rank == 0 else BackwardFailedError)
+            if world.rank == 0:
+                handle.remove()
+            if what == "step":
+                optimizer.step()
+            elif what == "clip":
+                assert clip_grad_norm_(optimizer if stage else model, 1.0) == 0
+            elif what == "save":
+                save_checkpoint(path, model, optimizer)
+            else:
+                load_checkpoint(path, model, optimizer)
+            if world.rank == 0:
+                shutil.rmtree(path)
+            assert [bits(one) for one in model.parameters()] == before
+            squares(model(batch(world.rank, 1))).backward()
+
+
+@check(2, 3)
+def a_rank_whose_backward_reaches_no_parameter_takes_part(world: World) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(10))
+
+        def forward(self, inputs: Tensor, skips: bool) -> Tensor:
+            return inputs * 2 if skips else inputs * self.weight
+
+    for stage in STAGES:
+        for kind in ("zeros", "error"):
+            model = wrap(world, Skips(), unused=kind)
+            optimizer = optimizer_of(model, stage, partial(torch.optim.SGD, lr=1.0))
+            for step in range(4):
+                skips = step % 2 and world.rank == 0
+                inputs = torch.full((10,), float(10**step), requires_grad=True)
+                outputs = model(inputs, skips)
+                # What asks for gradients of inputs alone is of this rank alone.
+                torch.autograd.grad(outputs.sum(), inputs, retain_graph=True)
+                if not skips:
+                    outputs.sum().backward(inputs=[inputs], retain_graph=True)
+                with torch.no_grad():
+                    before = model.module.weight.clone()
+                if step % 2 and kind == "error":
+                    assert f"'weight' on 1 of {world.size} ranks" in refusal(
+                        outputs.sum().backward, UnusedParametersError
+                    )
+                    optimizer.zero_grad()
+                    continue
+                outputs.sum().backward()
+                updates(optimizer)
+                share = (world.size - step % 2) / world.size
+                torch.testing.assert_close(before - model.module.weight, torch.full((10,), share * 10**step))
+
+
+@check(2, 3)
+def several_models_in_one_backward_have_one_order_on_all_ranks(world: World) -> None:
+    for stage in STAGES:
+        models = [wrap(world, network(seed)) for seed in range(2)]
+        for model in models:
+            optimizer_of(model, stage)
+        inputs = batch(world.rank, 0)
+        for is_same in (True, False, True):
+            order = (
+                models if is_same or world.rank else models[::-1]
+            )  # backward is in the order of computation, reversed
+            loss = sum(squares(model(inputs)) for model in order)
+            if is_same:
+                loss.backward()
+                continue
+            assert "in another order than rank 0" in refusal(loss.backward, BackwardFailedError)
+            with contextlib.suppress(BackwardFailedError):  # the other model's sum is still to be given up
+                for model in models:
+                    model.gradient_sync.settle()
+            for model in models:
+                model.zero_grad()
+
+
+@check(2, 3)
+def what_is_sharded_is_not_stepped_in_vain(world: World) -> None:
+    model = wrap(world, network())
+    early = SGD(model.parameters())
+    first = optimizer_of(model, 1, SGD)
+    second = optimizer_of(model, 2, SGD)
+    squares(model(batch(world.rank, 0))).backward()
+    assert "another ZeroOptimizer since this one" in refusal(first.step, ArgumentError)
+    assert "the SGD has parameters that are sharded, and get no gradients" in refusal(early.step, ArgumentError)
+    second.step()
+    whole = optimizer_of(wrap(world, network()), 1, partial(torch.optim.Adafactor, lr=0.1))
+    squares(whole.model(batch(world.rank, 0))).backward()
+    assert "Adafactor needs whole parameters, and these are pieces" in refusal(whole.step, ArgumentError)
+
+
+@check(1, 2, 3)
+def the_state_of_an_optimizer_that_had_frozen_parameters_too(world: World) -> None:
+    def make() -> nn.Sequential:
+        module = network()
+        module[0].requires_grad_(False)
+        return module
+
+    alone = make()
+    one, two = list(alone[:3].parameters()), list(alone[3:].parameters())
+    expected = ADAM([{"params": one}, {"params": two, "lr": 0.1}])
+    squares(alone(batch(0, 0))).backward()
+    updates(expected)
+    model = wrap(world, copy.deepcopy(alone))
+    halves = list(model.module[:3].parameters()), list(model.module[3:].parameters())
+    groups = [{"params": some, "lr": 9.0} for some in halves]
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, groups, weight_decay=0.1)
+    optimizer.load_state_dict(expected.state_dict())
+    for each in (alone, model):
+        squares(each(batch(0, 1))).backward()
+    updates(expected)
+    updates(optimizer)
+    close(model.module, alone, 1e-6)
+    other = ADAM(nn.Linear(3, 4).parameters())
+    said = refusal(lambda: optimizer.load_state_dict(other.state_dict()), ArgumentError)
+    assert "groups of [2] parameters; those here have [4, 2], frozen ones included" in said
+    wrong = expected.state_dict()
+    wrong["state"][5]["exp_avg"] = torch.zeros(3, 4)
+    said = refusal(lambda: optimizer.load_state_dict(wrong), ArgumentError)
+    assert "the state has a 'exp_avg' of shape (3, 4) for '4.bias', which is of shape (5,)" in said
+
+
+@check(2, 3)
+def learning_rates_change_while_some_ranks_are_through(world: World) -> None:
+    num_batches = [1, 4, 2][: world.size]
+    for stage in STAGES:
+        alone = network()
+        model = wrap(world, network())
+        optimizers = optimizer_of(model, stage, SGD), SGD(alone.parameters())
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+
+        def step_of(which: int, optimizers=optimizers, schedulers=schedulers) -> None:
+            updates(optimizers[which])
+            schedulers[which].step()
+
+        with model.join(optimizer=None if stage else optimizers[0]):
+            for step in range(num_batches[world.rank]):
+                squares(model(batch(world.rank, step))).backward()
+                step_of(0)
+        for step in range(max(num_batches)):
+            for rank in range(world.size):
+                if num_batches[rank] > step:
+                    (squares(alone(batch(rank, step))) / world.size).backward()
+            step_of(1)
+        for step in range(9, 12):  # states, too, are those of ranks that went on
+            assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+            squares(model(batch(world.rank, step))).backward()
+            for rank in range(world.size):
+                (squares(alone(batch(rank, step))) / world.size).backward()
+            updates(optimizers[0])
+            updates(optimizers[1])
+        close(model.module, alone)
+        world.require_same(model.parameters())
 
 
 @pytest.fixture(scope="module")

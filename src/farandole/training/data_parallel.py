@@ -275,13 +275,23 @@ class _Shadow(JoinHook):
             self._model.gradient_sync.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the parameters and buffers of one that was active to the end, and its optimizer's state."""
+        """Take what one has that was active to the end: parameters, gradients, buffers, its optimizer's state."""
         group, module = self._model.group, self._model.module
         told = torch.tensor(group.rank() if is_last_joiner else -1, device=self._model.join_device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         src = int(told.item())
         self._model.leave_join()
-        broadcast([*module.parameters(), *module.buffers()], group, src)
+        self._model.active_rank = src  # for an optimizer that joins, too
+        parameters = self._model.gradient_sync.parameters
+        have = torch.tensor([one.grad is not None for one in parameters], dtype=torch.int32, device=told.device)
+        dist.broadcast(have, group=group, group_src=src)
+        for parameter, has_gradient in zip(parameters, have.tolist(), strict=True):
+            if not has_gradient:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        broadcast([*module.parameters(), *gradients, *module.buffers()], group, src)
         if self._optimizer is not None:
             state = [self._optimizer.state_dict() if group.rank() == src else None]
             dist.broadcast_object_list(state, group=group, group_src=src)

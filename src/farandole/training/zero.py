@@ -275,7 +275,9 @@ class _Shadow(JoinHook):
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Each step is of all ranks again."""
+        """Each step is of all ranks again, and schedulers have gone on since the last one."""
+        model = self._optimizer.model
+        self._optimizer._agree_on_options(is_active=model.group.rank() == model.active_rank)
         self._optimizer.leave_join()
 
 
