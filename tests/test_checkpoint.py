@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from training_worlds import Checks, World, batch, bits, network, refusal
+from training_worlds import Checks, World, batch, bits, network, refusal, squares
 
 from farandole.errors import ArgumentError
 from farandole.training import (
@@ -338,6 +338,34 @@ def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
     )
 
 
+@check(1, 2, 3)
+def weights_alone_at_stages_that_shard_the_optimizer(world: World) -> None:
+    """What was loaded into 16-bit parameters since the last step is what is saved."""
+    for stage in (1, 2):
+        for dtype in (torch.float32, torch.bfloat16):
+            path, after = folder(world, f"weights-{stage}-{dtype}"), folder(world, f"after-{stage}-{dtype}")
+            given = network(5).to(dtype)
+            save_checkpoint(path, DataParallel(given, group=world.group))
+            model = DataParallel(network(6).to(dtype), group=world.group)
+            optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=1e-4)
+            squares(model(batch(world.rank, 0).to(dtype))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            load_checkpoint(path, model)
+            assert weights(model) == weights(given)
+            save_checkpoint(after, model, optimizer)
+            again = DataParallel(network(7).to(dtype), group=world.group)
+            its_optimizer = ZeroOptimizer(again, torch.optim.SGD, stage=stage, lr=1e-4)
+            load_checkpoint(after, again, its_optimizer)
+            assert weights(again) == weights(given)
+            for one, its in ((model, optimizer), (again, its_optimizer)):
+                squares(one(batch(world.rank, 1).to(dtype))).backward()
+                its.step()
+            assert weights(again) == weights(model)
+            text = refusal(lambda p=path, m=again, o=its_optimizer: load_checkpoint(p, m, o), CheckpointError)
+            assert "saved without an optimizer; load it without one" in text
+
+
 @check(2, 3)
 def what_does_not_fit_one_rank_is_told_to_all_and_leaves_the_state(world: World) -> None:
     for stage in range(4):
@@ -416,10 +444,12 @@ def a_save_that_was_interrupted_at_its_end_and_files_that_are_cut_off(world: Wor
     if world.rank == 0:  # the moment at which neither is at its place
         path.rename(path.with_name(f"{path.name}.before"))
         path.with_name(f"{path.name}.partial").mkdir()
+        folder(world, "link to it").symlink_to(path)
     dist.barrier(world.group)
     other = DataParallel(network(1), group=world.group)
-    assert load_checkpoint(path, other) == {"number": 1}
-    assert weights(other) == wanted
+    for name in ("replaced", "link to it"):
+        assert load_checkpoint(folder(world, name), other) == {"number": 1}
+        assert weights(other) == wanted
     save_checkpoint(path, model, extra={"number": 2})
     assert load_checkpoint(path, other) == {"number": 2}
     assert not path.with_name(f"{path.name}.before").exists()

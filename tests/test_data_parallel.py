@@ -26,6 +26,7 @@ from training_worlds import (
     Reference,
     World,
     batch,
+    bits,
     close,
     delays,
     identical,
@@ -775,6 +776,94 @@ def the_first_rank_that_is_through_ends_the_loop_of_all(world: World) -> None:
                 squares(wrapped(batch(world.rank, step))).backward()
 
     assert "exhausted" in refusal(loop, RuntimeError)
+    wrapped.zero_grad()  # and after that no rank asks whether others go on
+    expected = Reference(network(), world.size, SGD)
+    expected.module.load_state_dict(wrapped.state_dict())
+    for one in expected.ranks:
+        one.load_state_dict(wrapped.state_dict())
+    for rank in range(world.size):
+        expected.backward(rank, lambda model, r=rank: squares(model(batch(r, 9))))
+    expected.sum()
+    squares(wrapped(batch(world.rank, 9))).backward()
+    for one, other in zip(wrapped.parameters(), expected.module.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@check(2, 3)
+def buckets_are_in_the_order_of_a_rank_that_has_gradients(world: World) -> None:
+    """Whoever is through by then; and of a backward that all have made."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(10, 10, bias=False) for _ in range(4))
+            self.fails = False
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            for layer in self.layers[::-1]:
+                inputs = layer(inputs)
+            return Fails.apply(inputs, self.fails)
+
+    for num_first in (1, 4):
+        wrapped = DataParallel(Backwards(), group=world.group, bucket_bytes=1)
+        with wrapped.join():
+            for step in range(num_first if world.rank == 0 else 4):
+                squares(wrapped(batch(world.rank, step))).backward()
+        assert [list(one.indices) for one in wrapped.gradient_sync.buckets] == [[0], [1], [2], [3]]
+    wrapped = DataParallel(Backwards(), group=world.group, bucket_bytes=1)
+    for step in range(4):
+        wrapped.module.fails = step == 1
+        loss = squares(wrapped(batch(world.rank, step)))
+        if step == 1:
+            refusal(loss.backward, ZeroDivisionError)
+        else:
+            loss.backward()
+    assert [list(one.indices) for one in wrapped.gradient_sync.buckets] == [[0], [1], [2], [3]]
+
+
+@check(2, 3)
+def bits_do_not_depend_on_buckets_where_parameters_accumulate_in_changing_numbers(world: World) -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.again, self.last = nn.Linear(10, 33), nn.Linear(33, 33), nn.Linear(33, 5)
+
+        def forward(self, inputs: Tensor, times: int) -> Tensor:
+            values = self.first(inputs)
+            for _ in range(times):
+                values = checkpoint(lambda given: torch.tanh(self.again(given)), values, use_reentrant=True)
+            return self.last(values)
+
+    found = []
+    for bucket_bytes in (1, 1000, 3000, 1 << 30):
+        wrapped = DataParallel(Repeats(), group=world.group, reproducible=True, bucket_bytes=bucket_bytes)
+        for step, times in enumerate((1, 1, 3, 1, 2, 2, 4, 1)):
+            wrapped.zero_grad()
+            squares(wrapped(batch(world.rank, step), times + (world.rank == step % 2))).backward()
+            found.append([bits(one.grad) for one in wrapped.parameters()])
+    for step in range(8):
+        assert found[step] == found[8 + step] == found[16 + step] == found[24 + step]
+
+
+@check(1, 2)
+def versions_of_modules_are_kept(world: World) -> None:
+    class Versioned(nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *more: object) -> None:
+            seen.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *more)
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(Versioned(2, 2), nn.Sequential(Versioned(2, 2)))
+
+    wrapped = DataParallel(make(), group=world.group)
+    for saved in (wrapped.state_dict(), make().state_dict()):
+        for loading in (wrapped, make()):
+            seen: list[int] = []
+            loading.load_state_dict(saved)
+            assert seen == [7, 7]
 
 
 # --- What travels, when -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from farandole.errors import ArgumentError
 from farandole.training import (
     CheckpointError,
     DataParallel,
+    DifferentModelsError,
     FullyShardedParallel,
     GradScaler,
     NotGatheredError,
@@ -832,6 +833,275 @@ def clipping_by_global_norm(world: World) -> None:
             piece = pieces[name]
             if piece.value.numel():
                 torch.testing.assert_close(piece.value.grad, one.grad.flatten()[piece.start : piece.stop])
+
+
+@check(1, 2, 3)
+def norms_of_large_powers_and_of_few_bits(world: World) -> None:
+    for stage in range(4):
+        for norm_type in (8.0, 100.0, 1000.0):
+            model, optimizer = at_stage(world, stage, nn.Linear(2, 1, bias=False), partial(torch.optim.SGD, lr=1.0))
+            before = model.state_dict()["weight"].clone()
+            model(torch.tensor([[3e4, 1e4]])).sum().backward()
+            norm = clip_grad_norm_(optimizer if stage in (1, 2) else model, 1.0, norm_type)
+            torch.testing.assert_close(norm.item(), 3e4 * (1 + 3**-norm_type) ** (1 / norm_type))
+            optimizer.step()
+            change = before - model.state_dict()["weight"]
+            torch.testing.assert_close(change, torch.tensor([[3e4, 1e4]]) / norm.item(), rtol=1e-4, atol=0)
+    model = DataParallel(nn.Linear(64, 64, bias=False).bfloat16(), group=world.group)
+    for factor in torch.linspace(1, 2, 50):
+        model.zero_grad()
+        (squares(model(batch(0, 0, 40, 64).bfloat16())) * 1000 * factor).backward()
+        norm = model.module.weight.grad.double().norm()
+        clip_grad_norm_(model, norm.item() / 3)
+        # Each element is rounded, and not all of them by a factor that is.
+        torch.testing.assert_close(model.module.weight.grad.double().norm(), norm / 3, rtol=2e-4, atol=0)
+
+
+class Repeats(nn.Module):
+    """Goes through its layers in any order, any of them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Measured() for _ in range(4))
+        self.last = nn.Linear(10, 3)
+
+    def forward(self, inputs: Tensor, order: list[int], optional_from: int = 9) -> Tensor:
+        values = beside = inputs
+        for place, number in enumerate(order):
+            values = self.layers[number](values, beside if place < optional_from else None)
+            if place == 0:
+                beside = values
+        return self.last(values)
+
+
+class Measured(nn.Module):
+    """Keeps a loss of its own, computed after what it returns; takes an input that may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.losses: dict[str, list[Tensor]] = {}
+        self.router = nn.Module()
+
+    def forward(self, inputs: Tensor, beside: Tensor | None) -> Tensor:
+        outputs = torch.tanh(self.first(inputs))
+        if beside is not None:
+            outputs = outputs + 0.1 * beside
+        self.losses["all"] = [torch.sigmoid(self.second(outputs)).square().sum()]
+        self.router.loss = self.second(outputs * 2).square().mean()
+        return outputs
+
+
+def loss_with_those_kept(model: nn.Module, layers, order: list[int], *args) -> Tensor:
+    outputs = model(*args)
+    kept = [one for number in {*order} for one in (layers[number].router.loss, *layers[number].losses["all"])]
+    return squares(outputs) + sum(kept)
+
+
+@check(1, 2, 3)
+def units_used_in_changing_numbers_with_losses_of_their_own(world: World) -> None:
+    orders = [[0, 1, 2, 1], [0, 1, 2, 3], [3, 1, 1, 1, 0], [2], [0, 1, 2, 3, 0, 1, 2, 3], [1, 0, 1], [0, 1, 2, 3]]
+    for reproducible in (True, False):
+        for unused in ("zeros", "error"):
+            module = Repeats()
+            reference = Reference(copy.deepcopy(module), world.size, SGD)
+            model = FullyShardedParallel(
+                module, units=Measured, group=world.group, reproducible=reproducible, unused=unused
+            )
+            optimizer = SGD(model.parameters())
+            for step, order in enumerate(orders if unused == "zeros" else [[0, 1, 2, 3, *one] for one in orders]):
+                for rank in range(world.size):
+                    reference.backward(
+                        rank,
+                        lambda one, r=rank, s=step, o=order: loss_with_those_kept(one, one.layers, o, batch(r, s), o),
+                    )
+                reference.sum()
+                loss_with_those_kept(model, module.layers, order, batch(world.rank, step), order).backward()
+                require_released(model)
+                reference.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            if reproducible and world.size < 3:  # a unit that uses an input twice adds up in another order
+                close_states(model, reference.module, 1e-6)
+            close_states(model, reference.module, 1e-4)
+
+
+def close_states(model: FullyShardedParallel, expected: nn.Module, tolerance: float) -> None:
+    state = model.state_dict()
+    for name, one in expected.state_dict().items():
+        torch.testing.assert_close(state[name], one, rtol=tolerance, atol=tolerance)
+
+
+@check(2, 3, 4)
+def inputs_and_last_units_that_some_ranks_do_not_use(world: World) -> None:
+    """All ranks sum at the same places among their gathers."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 10)
+
+        def forward(self, inputs: Tensor, skips: bool) -> Tensor:
+            return inputs * 2 if skips else self.layer(inputs)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([*(Measured() for _ in range(3)), Skips(), Skips()])
+
+        def forward(self, inputs: Tensor, chance: random.Random) -> Tensor:
+            beside = values = self.layers[0](inputs, None)
+            for layer in self.layers[1:3]:
+                values = layer(values, beside if chance.random() < 0.5 else None)
+            for layer in self.layers[3:]:
+                values = layer(values, chance.random() < 0.5)
+            return values
+
+    module = Layers()
+    reference = Reference(copy.deepcopy(module), world.size, SGD)
+    model = FullyShardedParallel(module, group=world.group, unused="zeros")
+    optimizer = SGD(model.parameters())
+    for step in range(12):
+        for rank in range(world.size):
+            reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s), random.Random(100 * r + s))))
+        reference.sum()
+        squares(model(batch(world.rank, step), random.Random(100 * world.rank + step))).backward()
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    close_states(model, reference.module, 1e-4)
+
+
+@check(1, 2, 3)
+def the_whole_model_under_a_checkpoint(world: World) -> None:
+    for is_reentrant in (True, False):
+        for stage in range(4):
+            reference = Reference(network(), world.size, SGD)
+            model, optimizer = at_stage(world, stage, network(), reproducible=True)
+            for step in range(4):
+                inputs = batch(world.rank, step).requires_grad_()
+                squares(checkpoint(model, inputs, use_reentrant=is_reentrant)).backward()
+                for rank in range(world.size):
+                    reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+                reference.sum()
+                reference.step()
+                optimizer.step()
+                optimizer.zero_grad()
+            same_bits(model, reference.module)
+
+
+@check(1, 2, 3, 4)
+def the_optimizer_lets_go_of_all_gradients(world: World) -> None:
+    """Those of a rank alone, too; and none is stepped as long as these are left."""
+    for stage in range(4):
+        for set_to_none in (True, False):
+            reference = Reference(network(), world.size, SGD)
+            model, optimizer = at_stage(world, stage, network(), reproducible=True)
+            for step in range(4):
+                with model.no_sync():
+                    for number in range(1 + step % 2):
+                        squares(model(batch(world.rank, 7 + number))).backward()
+                if stage:
+                    assert "has a gradient of this rank alone" in refusal(optimizer.step, ArgumentError)
+                optimizer.zero_grad(set_to_none)
+                squares(model(batch(world.rank, step))).backward()
+                with model.no_sync():
+                    squares(model(batch(world.rank, step + 1))).backward()
+                squares(model(batch(world.rank, step + 2))).backward()
+                for rank in range(world.size):
+                    reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+                reference.sum()
+                for rank in range(world.size):
+                    for following in (1, 2):
+                        reference.backward(rank, lambda one, r=rank, s=step + following: squares(one(batch(r, s))))
+                reference.sum()
+                optimizer.step()
+                reference.step()
+                optimizer.zero_grad(set_to_none)
+            same_bits(model, reference.module)
+
+
+@check(2, 3)
+def a_part_of_a_module_that_loads_its_state(world: World) -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.before, self.inner = nn.Linear(2, 10), inner
+
+    for wrap in (FullyShardedParallel, DataParallel):
+        alone = Outer(nn.Sequential(network(), nn.BatchNorm1d(5)))
+        outer = Outer(wrap(nn.Sequential(network(1), nn.BatchNorm1d(5)), group=world.group))
+        state = {name: one + 1 for name, one in alone.state_dict().items()}
+        assert not any(outer.load_state_dict(state))
+        found = outer.state_dict()
+        assert {*found} == {*state}
+        for name, one in state.items():
+            assert bits(found[name]) == bits(one), name
+        assert not any(outer.load_state_dict(found))
+        said = refusal(
+            lambda state=state, outer=outer: outer.load_state_dict(
+                {name: one for name, one in state.items() if name != "inner.0.0.bias"}
+            ),
+            RuntimeError,
+        )
+        assert "inner." in said
+        assert "0.0.bias" in said
+        wrong = {**state, "inner.0.0.bias": torch.zeros(3)}
+        assert "0.0.bias" in refusal(lambda wrong=wrong, outer=outer: outer.load_state_dict(wrong), RuntimeError)
+
+
+@check(1, 2)
+def running_statistics_beside_sixteen_bits(world: World) -> None:
+    module = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(20, 3))
+    model = FullyShardedParallel(module, group=world.group, param_dtype=torch.bfloat16)
+    optimizer = SGD(model.parameters())
+    losses = []
+    for _ in range(20):
+        loss = squares(model(torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(world.rank))) - 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    (norm,) = [one for one in model.units if one.name == "1"]
+    assert [one.dtype for flat in norm.flats for one in flat.whole] == [torch.float32] * 2
+    assert module[1].running_mean.abs().sum() > 0
+
+
+@check(2)
+def options_that_differ_are_named_on_every_rank(world: World) -> None:
+    """And so is what makes no sense on one of them alone."""
+    last = world.rank == world.size - 1
+    for wrap, name, usual, other in (
+        (DataParallel, "reduction", "mean", "sum"),
+        (DataParallel, "unused", "error", "zeros"),
+        (DataParallel, "sparse", "error", "dense"),
+        (DataParallel, "broadcast_buffers", True, False),
+        (DataParallel, "wire_dtype", None, torch.bfloat16),
+        (DataParallel, "reproducible", False, True),
+        (DataParallel, "bucket_bytes", "auto", 100),
+        (FullyShardedParallel, "units", None, nn.Linear),
+        (FullyShardedParallel, "param_dtype", None, torch.float16),
+    ):
+        given = {name: other if last else usual}
+        said = refusal(lambda w=wrap, g=given: w(network(), group=world.group, **g), DifferentModelsError)
+        assert f"rank 0 has {name}={usual!r}, rank 1 has {name}={other!r}" in said
+        given = {name: 7.5 if last else usual}
+        if name not in ("broadcast_buffers", "reproducible"):
+            said = refusal(lambda w=wrap, g=given: w(network(), group=world.group, **g), ArgumentError)
+            assert said.startswith("" if last else f"rank {world.size - 1}: ")
+            assert f"{name}=7.5" in said
+    kinds = DataParallel, FullyShardedParallel
+    said = refusal(lambda: kinds[last](network(), group=world.group), DifferentModelsError)
+    assert "rank 0 has DataParallel, rank 1 has FullyShardedParallel" in said
+    model = DataParallel(network(), group=world.group)
+    said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, stage=1 + last, lr=1.0), DifferentModelsError)
+    assert "rank 0 has stage=1, rank 1 has stage=2" in said
+    some = list(model.parameters())[last:]
+    said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, some, lr=1.0), ArgumentError)
+    assert "'0.weight'" in said
 
 
 # --- Running them -----------------------------------------------------------------------------------------------------

@@ -454,6 +454,39 @@ def test_a_warning_that_is_an_error_does_not_leave_the_trace_on(tmp_path, monkey
     assert not timeline.is_on()
 
 
+def test_a_warning_of_what_is_missing_comes_when_all_ranks_have_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(tracing, "Record", functools.partial(Record, 0))
+    traces = {}
+
+    def run(comm):
+        with farandole.trace(path, communicator=comm) as trace:
+            traces[comm.rank] = trace
+            comm.barrier()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with farandole.local(3, timeout_s=LIMIT_S) as world, pytest.raises(RuntimeWarning, match="no room"):
+            world.run(run)
+    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+    assert len(read_trace(path)) == 3
+    assert traces[2].exposed == traces[0].exposed
+
+
+def test_what_threads_did_before_the_ranks_had_come_together_is_left_out():
+    record = Record()
+    record.add(Span("compute", "before", timeline.now_ns() - 10, timeline.now_ns()))
+    record.steps.append(timeline.now_ns())
+    end = record.begin(Span("compute", "across", timeline.now_ns(), 0))
+    record.began_ns = timeline.now_ns()
+    end()
+    record.steps.append(timeline.now_ns())
+    record.close()
+    assert [span.name for span in record.spans] == ["across"]
+    assert record.spans[0].began_ns == record.began_ns <= record.spans[0].ended_ns <= record.ended_ns
+    assert len(record.steps) == 1
+
+
 def test_the_job_of_init_takes_part(tmp_path):
     program = jobs.write_script(
         tmp_path,
