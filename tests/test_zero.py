@@ -423,7 +423,7 @@ def a_step_with_gradients_of_this_rank_alone_is_refused(world: World) -> None:
         with model.no_sync():
             squares(model(batch(world.rank, 0))).backward()
         said = refusal(optimizer.step, ArgumentError)
-        assert "'0.weight' has a gradient of this rank alone" in said
+        assert "' has a gradient of this rank alone" in said
         assert "outside no_sync()" in said
         optimizer.zero_grad()
         updates(optimizer)

@@ -61,8 +61,9 @@ class DataParallel(Wrapper, Joinable):
     Raises:
         ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
             they are refused.
-        BackwardFailedError: from ``backward``, on every rank where it did not fail, when it failed within the module on
-            one that comes to its next forward: no rank has gradients then.
+        BackwardFailedError: from ``backward``: forward or backward has failed on another rank, which has gone on since,
+            or something between the two; or several models are summed in another order there. No rank has gradients
+            then, and all can go on.
         DifferentModelsError: the ranks' modules differ.
         SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.

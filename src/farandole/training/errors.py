@@ -3,7 +3,7 @@
 ::
 
     farandole.FarandoleError
-    ├── BackwardFailedError      backward failed on another rank
+    ├── BackwardFailedError      a step failed on another rank
     ├── UnusedParametersError    parameters had no gradient on some rank
     ├── SparseGradientError      a gradient is sparse
     ├── DifferentModelsError     the ranks' models differ
@@ -26,7 +26,8 @@ __all__ = [
 
 
 class BackwardFailedError(FarandoleError):
-    """Backward failed on another rank, and went on there; raised on every rank where it did not fail."""
+    """A forward or backward failed on another rank, or a step was left out there, so that no rank has gradients; raised
+    from ``backward`` on every rank where it did not fail."""
 
 
 class UnusedParametersError(FarandoleError):
