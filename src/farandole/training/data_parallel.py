@@ -62,8 +62,8 @@ class DataParallel(Wrapper, Joinable):
         ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
             they are refused.
         BackwardFailedError: from ``backward``: forward or backward has failed on another rank, which has gone on since,
-            or something between the two; or several models are summed in another order there. No rank has gradients
-            then, and all can go on.
+            or something between the two: no rank has gradients then, and all can go on. Or several models are summed in
+            another order there.
         DifferentModelsError: the ranks' modules differ.
         SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.

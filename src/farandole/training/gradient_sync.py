@@ -14,9 +14,9 @@ backward takes everything at its end.
 
 Where a forward or a backward fails on some ranks, the others wait for sums. So a rank that has failed is through with
 it before its next collective: it starts what is left, tells that it has failed, and all ranks let go of all gradients.
-What fails between the two is not seen on its rank, whose next backward meets one of the others that is a step behind.
-So ranks also tell how many forwards no backward has reached; and in which order they have started buckets, which may be
-those of several models.
+What fails between the two is not seen on its rank, whose next backward meets one of the others that is a step behind:
+that is seen by what ranks tell (see `farandole.training.agreement`), and given up. The rank that is ahead then leaves
+out the next step, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -36,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from farandole import timeline
 from farandole.errors import ArgumentError
 from farandole.torch_eager import eager
+from farandole.training.agreement import Agreed, Starts, told
 from farandole.training.bucket import Bucket
 from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
 from farandole.training.outputs import is_computed, tensors_in
@@ -101,32 +101,6 @@ class _Forward:
     is_reached: bool = False
 
 
-@dataclasses.dataclass
-class _Starts:
-    """What is summed in a group.
-
-    Attributes:
-        num_syncs: that were made for the group.
-        digest: of the buckets that were started since it was last compared, in their order.
-    """
-
-    num_syncs: int = 0
-    digest: int = 0
-
-    def add(self, sync_number: int, bucket_number: int) -> None:
-        """A bucket is started."""
-        self.digest = zlib.crc32(f"{sync_number} {bucket_number}".encode(), self.digest) & 0x7FFFFFFF
-
-
-_starts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Starts] = weakref.WeakKeyDictionary()
-
-_FAILED = -1
-"""What a rank tells of itself whose forward or backward has failed."""
-
-_IS_THROUGH = 0
-"""What one tells that has no inputs left; the others tell how many forwards no backward has reached, and one more."""
-
-
 @eager
 class GradientSync:
     """Takes the gradients of parameters as backward makes them, and sums them.
@@ -163,9 +137,9 @@ class GradientSync:
         self.on_open: Callable[[bool], None] = lambda _: None
         self.on_round: Callable[[Round], None] = lambda _: None
         self._group = group
-        self._starts = _starts_of.setdefault(group, _Starts())
-        self._number = self._starts.num_syncs
-        self._starts.num_syncs += 1
+        self._starts = Starts.of(group)
+        self._number = self._starts.num_models
+        self._starts.num_models += 1
         self._unused = unused
         self._sparse = sparse
         self._is_reproducible = reproducible
@@ -410,15 +384,20 @@ class GradientSync:
             for seconds, one in zip(self._round.ready_s, self.parameters, strict=True)
         ]
         late = [any(self.parameters[index].grad is not None for index in bucket.indices) for bucket in self.buckets]
-        lacks = [is_active and not one for one in has]
-        state = _FAILED if has_failed else 1 + self._num_unreached if is_active else _IS_THROUGH
-        own = [0, 0] * self._group.size()
-        own[self._group.rank()], own[self._group.size() + self._group.rank()] = state, self._starts.digest
+        own = told(
+            self._group,
+            late=late,
+            has=has,
+            num_unreached=self._num_unreached,
+            digest=self._starts.digest,
+            is_active=is_active,
+            has_failed=has_failed,
+        )
         self._num_unreached = self._starts.digest = 0
         self._round_number += 1
-        told = torch.tensor([*late, *has, *lacks, *own], dtype=torch.int32, device=self._device())
-        work = dist.all_reduce(told, group=self._group, async_op=True)
-        started(work, "all_reduce", told, self._group)
+        total = torch.tensor(own, dtype=torch.int32, device=self._device())
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        started(work, "all_reduce", total, self._group)
         begun_s = time.perf_counter()
         for bucket in self.buckets:
             bucket.advance()
@@ -426,20 +405,18 @@ class GradientSync:
             bucket.wait()
         wait_for(work)
         self._round.waited_s = time.perf_counter() - begun_s
-        num_late, num_having, num_lacking, states, digests = _split(
-            told.tolist(), len(late), len(has), len(lacks), self._group.size(), self._group.size()
-        )
+        agreed = Agreed.of(total.tolist(), len(late), len(has), self._group.size())
         left = self._let_go_of_late()
-        if why := _why_given_up(states, digests):
+        if why := agreed.why_given_up():
             self._give_up()
             if problem is not None:
                 raise problem
             if not has_failed:
-                self._num_ahead = state - min(filter(None, states)) if _FAILED not in states else 0
+                self._num_ahead = agreed.steps_ahead(self._group.rank()) if is_active else 0
                 raise BackwardFailedError(f"{why}; no rank of the group has gradients")
             return
-        self._deliver(self.buckets, num_having)
-        again = [bucket for bucket, ranks in zip(self.buckets, num_late, strict=True) if ranks]
+        self._deliver(self.buckets, agreed.num_having)
+        again = [bucket for bucket, ranks in zip(self.buckets, agreed.num_late, strict=True) if ranks]
         for bucket in again:
             bucket.begin()
             for position, index in enumerate(bucket.indices):
@@ -448,13 +425,13 @@ class GradientSync:
             bucket.start()
         for bucket in again:
             bucket.wait()
-        self._deliver(again, num_having)
+        self._deliver(again, agreed.num_having)
         self._expected = [max(1, times) for times in self._num_accumulated]
         self._round.is_delivered = True
-        self._round.active_rank = next(rank for rank, one in enumerate(states) if one != _IS_THROUGH)
+        self._round.active_rank = agreed.active_rank
         self.on_round(self._round)
-        if self._unused == "error" and any(num_lacking):
-            raise UnusedParametersError(self._without_gradient(num_lacking))
+        if self._unused == "error" and any(agreed.num_lacking):
+            raise UnusedParametersError(self._without_gradient(agreed.num_lacking))
 
     def _take_rest(self) -> SparseGradientError | None:
         """What has not been taken, bucket by bucket, so that few need memory at a time; what is late stays, as dense
@@ -511,40 +488,3 @@ def _is_executed(node: torch.autograd.graph.Node) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # its gradient is handed to the caller of autograd.grad()
         return False
-
-
-def _why_given_up(states: Sequence[int], digests: Sequence[int]) -> str:
-    """Whether there is a sum, by what the ranks have told: if not, why."""
-    if _FAILED in states:
-        return (
-            f"forward or backward failed on {_ranks_in_words(states, _FAILED)}: go on with the next step on all ranks, "
-            f"or see there what failed"
-        )
-    active = [one for one in states if one != _IS_THROUGH]
-    most, least = max(active), min(active)
-    if most != least:
-        return (
-            f"no backward has reached {most - 1} of the forwards before this one on {_ranks_in_words(states, most)}, "
-            f"{least - 1} on {_ranks_in_words(states, least)}: if something failed there between the two, go on on all "
-            f"ranks: those that are ahead leave out the next step, too; if a forward is of one rank alone, make it "
-            f"within torch.no_grad(), or call the module that is wrapped"
-        )
-    if len({*digests}) > 1:
-        other = next(one for one in digests if one != digests[0])
-        return (
-            f"{_ranks_in_words(digests, other)} summed the gradients of several models in another order than rank 0: "
-            f"run a backward for each model, in one order on all ranks, or wrap each for a process group of its own"
-        )
-    return ""
-
-
-def _ranks_in_words(values: Sequence[int], value: int) -> str:
-    ranks = [str(rank) for rank, one in enumerate(values) if one == value]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-
-
-def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:
-    at = 0
-    for length in lengths:
-        yield values[at : at + length]
-        at += length
