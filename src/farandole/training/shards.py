@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,15 +39,56 @@ _shard_of = WeakTensorKeyDictionary()
 """Of a piece that an optimizer works on, a weak reference to its `FlatShard`."""
 
 
+class _Known(NamedTuple):
+    """Of an optimizer.
+
+    Attributes:
+        num_sharded: how often something was sharded before it was looked at.
+        num_parameters: that it had.
+        shards: to which these belong.
+    """
+
+    num_sharded: int
+    num_parameters: int
+    shards: Collection[weakref.ref[FlatShard]]
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
+_num_sharded = 0
+
+
 def refuse_steps(parameters: Iterable[nn.Parameter]) -> None:
     """Have optimizers refuse these."""
-    _watch_steps()
     for parameter in parameters:
         _refused[parameter] = True
+    _watch_steps()
+
+
+def _watch_steps() -> None:
+    """Something was sharded: look at all optimizers anew."""
+    global _num_sharded
+    _num_sharded += 1
+    _register_hook()
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Called before each step of any optimizer: what it has may have been sharded since."""
+    """Called before each step of any optimizer."""
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _known.get(optimizer)
+    if known is None or known[:2] != (_num_sharded, num_parameters):
+        known = _known[optimizer] = _Known(_num_sharded, num_parameters, _shards_in(optimizer))
+    for reference in known.shards:
+        if (shard := reference()) is not None:
+            shard.require_summed()
+
+
+def _shards_in(optimizer: torch.optim.Optimizer) -> Collection[weakref.ref[FlatShard]]:
+    found = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in _refused:
@@ -55,18 +96,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"the {type(optimizer).__name__} has parameters that are sharded, and get no gradients; make it "
                     f"after that: a ZeroOptimizer of the model, or one of FullyShardedParallel(...).parameters()"
                 )
-            if (shard := _shard_of.get(parameter, lambda: None)()) is not None:
-                if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
-                    raise ArgumentError(
-                        f"{type(optimizer).__name__} needs whole parameters, and these are pieces; take one that "
-                        f"treats each element by itself, such as AdamW, or DataParallel without a ZeroOptimizer"
-                    )
-                shard.require_summed()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+            if (reference := _shard_of.get(parameter)) is not None:
+                found.add(reference)
+    if found and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} needs whole parameters, and these are pieces; take one that treats each "
+            f"element by itself, such as AdamW, or DataParallel without a ZeroOptimizer"
+        )
+    return found
 
 
 class Holding(NamedTuple):
@@ -120,9 +157,9 @@ class FlatShard:
         ]
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
         self._paused: dict[int, _Paused] = {}  # since a backward that was not summed
-        _watch_steps()
         for value in self.values:
             _shard_of[value] = weakref.ref(self)
+        _watch_steps()
 
     def holdings(self) -> Iterator[Holding]:
         """Of each parameter."""
