@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from functools import partial
 
 import pytest
@@ -881,21 +883,25 @@ class Measured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 10)
-        self.losses: dict[str, list[Tensor]] = {}
+        self.losses: dict[str, Tensor] = {}
+        self.words = dict.fromkeys(range(100_000))
+        self.words["all"] = [self.words]
         self.router = nn.Module()
 
     def forward(self, inputs: Tensor, beside: Tensor | None) -> Tensor:
         outputs = torch.tanh(self.first(inputs))
         if beside is not None:
             outputs = outputs + 0.1 * beside
-        self.losses["all"] = [torch.sigmoid(self.second(outputs)).square().sum()]
-        self.router.loss = self.second(outputs * 2).square().mean()
+        self.losses["all"] = torch.sigmoid(self.second(outputs)).square().sum()
+        self.router.loss = torch.zeros(())
+        self.router.loss += self.second(outputs * 2).square().mean()
+        self.inputs = inputs, beside
         return outputs
 
 
 def loss_with_those_kept(model: nn.Module, layers, order: list[int], *args) -> Tensor:
     outputs = model(*args)
-    kept = [one for number in {*order} for one in (layers[number].router.loss, *layers[number].losses["all"])]
+    kept = [one for number in {*order} for one in (layers[number].router.loss, layers[number].losses["all"])]
     return squares(outputs) + sum(kept)
 
 
@@ -931,6 +937,39 @@ def close_states(model: FullyShardedParallel, expected: nn.Module, tolerance: fl
     state = model.state_dict()
     for name, one in expected.state_dict().items():
         torch.testing.assert_close(state[name], one, rtol=tolerance, atol=tolerance)
+
+
+@check(2)
+def a_unit_that_keeps_what_it_gets_and_makes_is_released_and_let_go_of(world: World) -> None:
+    module = Repeats()
+    model = FullyShardedParallel(module, units=Measured, group=world.group)
+    order = [0, 1, 2, 3]
+    most = []
+
+    def count(_: Tensor, flats=model._flats[1:]) -> None:
+        most.append(sum(any(one.untyped_storage().nbytes() for one in flat.whole) for flat in flats))
+
+    for step in range(3):
+        inputs = batch(world.rank, step).requires_grad_()
+        loss = loss_with_those_kept(model, module.layers, order, inputs, order)
+        for number in order:
+            module.layers[number].inputs[0].register_hook(count)
+        loss.backward()
+    assert max(most) <= 2
+    gone = weakref.ref(model), weakref.ref(module), weakref.ref(module.layers[0])
+    del model, module, loss, count, inputs
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+
+
+@check(2)
+def an_optimizer_made_before_wrapping_is_refused(world: World) -> None:
+    module = network()
+    early = SGD(module.parameters())
+    model = FullyShardedParallel(module, group=world.group)
+    squares(model(batch(world.rank, 0))).backward()
+    assert "the SGD has parameters that are sharded, and get no gradients" in refusal(early.step, ArgumentError)
+    SGD(model.parameters()).step()
 
 
 @check(2, 3, 4)

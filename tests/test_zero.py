@@ -39,6 +39,8 @@ from farandole.errors import ArgumentError
 from farandole.training import (
     BackwardFailedError,
     DataParallel,
+    GradScaler,
+    OutOfStepError,
     UnusedParametersError,
     ZeroOptimizer,
     load_checkpoint,
@@ -803,31 +805,43 @@ class Raises(nn.Module):
         super().__init__()
         self.inner = network()
         self.raises = False
+        self.wraps = torch.clone
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.raises:
             raise Bad
-        return self.inner(inputs)
+        return self.wraps(self.inner(inputs))
 
 
 @check(2, 3)
 def a_step_left_out_by_one_rank_is_told_to_all_and_none_is_out_of_step(world: World) -> None:
-    """Wherever it fails on that rank: each gradient that any rank gets is of all ranks' batches of one step."""
+    """Wherever it fails on that rank: each gradient that any rank gets is of all ranks' batches of one step. What fails
+    in forward or in its backward ends one step; what fails between ends all, until all ranks come together."""
     for stage in STAGES:
-        for where in ("in forward", "between", "in the backward of the loss"):
-            model = wrap(world, Raises())
+        for where in ("in forward", "in backward", "between", "in the backward of the loss"):
+            module = Raises()
+            model = wrap(world, module)
             optimizer = optimizer_of(model, stage, SGD)
             expected = Reference(network(), world.size, SGD)
             said = []
             for step in range(8):
-                fails = world.rank == 0 and step in (2, 5)
-                model.module.raises = fails and where == "in forward"
+                if step == 5:
+                    state = model.state_dict()
+                    module = Raises()
+                    model = wrap(world, module)
+                    model.load_state_dict(state)
+                    optimizer = optimizer_of(model, stage, SGD)
+                    expected.optimizer = SGD(expected.module.parameters())
+                fails = world.rank == 0 and step == 2
+                module.raises = fails and where == "in forward"
+                module.wraps = FailsLater.apply if fails and where == "in backward" else torch.clone
                 try:
                     outputs = model(batch(world.rank, step))
                     if fails and where == "between":
                         raise Bad
-                    squares(FailsLater.apply(outputs) if fails else outputs).backward()
-                except (Bad, BackwardFailedError) as error:
+                    after = FailsLater.apply if fails and where.endswith("loss") else torch.clone
+                    squares(after(outputs)).backward()
+                except (Bad, BackwardFailedError, OutOfStepError) as error:
                     said.append(type(error).__name__)
                     continue
                 said.append("")
@@ -836,11 +850,12 @@ def a_step_left_out_by_one_rank_is_told_to_all_and_none_is_out_of_step(world: Wo
                 expected.sum()
                 expected.step()
                 updates(optimizer)
-                identical(model.module.inner, expected.module)
-            is_seen = where == "in forward"  # by the rank itself; else the next step, too, is left out
-            mine = "Bad" if world.rank == 0 else "BackwardFailedError"
-            then = "" if is_seen else "BackwardFailedError"
-            assert said == ["", "", mine, then, "", mine, then, ""]
+                identical(module.inner, expected.module)
+            if where in ("in forward", "in backward"):
+                assert said == ["", "", "Bad" if world.rank == 0 else "BackwardFailedError", *[""] * 5]
+            else:
+                ends = ["Bad", "OutOfStepError"] if world.rank == 0 else ["OutOfStepError"] * 2
+                assert said == ["", "", *ends, "OutOfStepError", "", "", ""]
 
 
 @check(2, 3)
@@ -848,10 +863,11 @@ def who_is_ahead_is_named_and_what_a_rank_does_alone_is_not_counted(world: World
     model = wrap(world, network())
     if world.rank == 0:
         model(batch(0, 0))  # and no backward
-    said = refusal(squares(model(batch(world.rank, 1))).backward, BackwardFailedError)
-    assert "no backward has reached 1 of the forwards before this one on rank 0, 0 on rank" in said
-    assert "no rank of the group has gradients" in said
+    said = refusal(squares(model(batch(world.rank, 1))).backward, OutOfStepError)
+    assert "1 of the forwards before this backward had none on rank 0, 0 on rank" in said
+    assert "go on from a checkpoint" in said
     assert all(one.grad is None for one in model.parameters())
+    assert refusal(lambda: model(batch(0, 0)), OutOfStepError) == said
     model = wrap(world, network())
     for step in range(4):
         if world.rank == step % world.size:
@@ -865,7 +881,8 @@ def who_is_ahead_is_named_and_what_a_rank_does_alone_is_not_counted(world: World
             for number in range(world.rank):
                 squares(model(batch(world.rank, number))).backward()
         two = model(batch(world.rank, step)), model(batch(world.rank, step + 1))
-        sum(map(squares, two[: 1 + step % 2])).backward()  # on all ranks, one is left out now and then
+        num_used = 1 + step % 2 if step < 2 else 1 + (step + world.rank) % 2
+        sum(map(squares, two[:num_used])).backward()  # one is left out now and then, perhaps on some ranks only
     world.require_same(one.grad for one in model.parameters())
 
 
@@ -942,7 +959,7 @@ def several_models_in_one_backward_have_one_order_on_all_ranks(world: World) -> 
         for model in models:
             optimizer_of(model, stage)
         inputs = batch(world.rank, 0)
-        for is_same in (True, False, True):
+        for is_same in (True, True, False):
             order = (
                 models if is_same or world.rank else models[::-1]
             )  # backward is in the order of computation, reversed
@@ -950,12 +967,11 @@ def several_models_in_one_backward_have_one_order_on_all_ranks(world: World) -> 
             if is_same:
                 loss.backward()
                 continue
-            assert "in another order than rank 0" in refusal(loss.backward, BackwardFailedError)
-            with contextlib.suppress(BackwardFailedError):  # the other model's sum is still to be given up
-                for model in models:
-                    model.gradient_sync.settle()
+            said = refusal(loss.backward, OutOfStepError)
+            assert "in another order than rank 0" in said
             for model in models:
-                model.zero_grad()
+                assert refusal(lambda model=model, inputs=inputs: model(inputs), OutOfStepError) == said
+            break
 
 
 @check(2, 3)
@@ -968,6 +984,10 @@ def what_is_sharded_is_not_stepped_in_vain(world: World) -> None:
     assert "another ZeroOptimizer since this one" in refusal(first.step, ArgumentError)
     assert "the SGD has parameters that are sharded, and get no gradients" in refusal(early.step, ArgumentError)
     second.step()
+    again = wrap(world, model.module)  # whole once more
+    for optimizer in (early, SGD(again.parameters())):
+        squares(again(batch(world.rank, 1))).backward()
+        optimizer.step()
     whole = optimizer_of(wrap(world, network()), 1, partial(torch.optim.Adafactor, lr=0.1))
     squares(whole.model(batch(world.rank, 0))).backward()
     assert "Adafactor needs whole parameters, and these are pieces" in refusal(whole.step, ArgumentError)
@@ -1002,6 +1022,36 @@ def the_state_of_an_optimizer_that_had_frozen_parameters_too(world: World) -> No
     wrong["state"][5]["exp_avg"] = torch.zeros(3, 4)
     said = refusal(lambda: optimizer.load_state_dict(wrong), ArgumentError)
     assert "the state has a 'exp_avg' of shape (3, 4) for '4.bias', which is of shape (5,)" in said
+
+
+@check(2, 3)
+def gradients_are_let_go_of_before_or_after_while_some_ranks_are_through(world: World) -> None:
+    for stage in STAGES:
+        found = []
+        for is_first in (True, False):
+            model = wrap(world, network())
+            optimizer = optimizer_of(model, stage, SGD)
+            with model.join():
+                for step in range(1 + 2 * world.rank):
+                    if is_first:
+                        optimizer.zero_grad()
+                    squares(model(batch(world.rank, step))).backward()
+                    optimizer.step()
+                    if not is_first:
+                        optimizer.zero_grad()
+            found.append([bits(one) for one in model.parameters()])
+        assert found[0] == found[1]
+    model = wrap(world, network())
+    optimizer = optimizer_of(model, 1)
+    scaler = GradScaler(model)
+    for call in (lambda: clip_grad_norm_(optimizer, 1.0), lambda: scaler.unscale_(optimizer)):
+
+        def loop(call=call) -> None:
+            with model.join():
+                scaler.scale(squares(model(batch(world.rank, 0)))).backward()
+                call()
+
+        assert "within join(), ranks that are through cannot" in refusal(loop, ArgumentError)
 
 
 @check(2, 3)

@@ -14,6 +14,7 @@ from farandole.training.errors import (
     CheckpointError,
     DifferentModelsError,
     NotGatheredError,
+    OutOfStepError,
     SparseGradientError,
     UnusedParametersError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "MemoryUse",
     "NaiveDataParallel",
     "NotGatheredError",
+    "OutOfStepError",
     "PeakMemory",
     "SparseGradientError",
     "UnusedParametersError",

@@ -1,8 +1,9 @@
 """What the ranks of a group tell one another at the end of a backward, in one small all_reduce.
 
 Which parameters had a gradient where, and what came too late for its bucket. And what tells that ranks are not in one
-step: a forward or backward that has failed; how many forwards no backward has reached, which is another number on a
-rank that has left a step out; and in which order buckets were started, which may be those of several models.
+step: a forward or backward that has failed; how many forwards this backward has reached, and how many none has: a rank
+that has left a step out has more of these, and as many of those. And in which order buckets were started, which may be
+those of several models.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _FAILED = -1
 _IS_THROUGH = 0
 """What one tells that has no inputs left; the others tell how many forwards no backward has reached, and one more."""
 
+_NUM_OF_RANK = 3
+"""Numbers that each rank tells of itself."""
+
 
 class Starts:
     """The buckets that are started on this rank, of all models in a group; see `of`.
@@ -30,6 +34,7 @@ class Starts:
     Attributes:
         num_models: whose gradients are summed in the group.
         digest: of what was started since it was last told, in its order.
+        problem: why nothing can be summed any more: the ranks are out of step.
     """
 
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Starts]] = weakref.WeakKeyDictionary()
@@ -37,6 +42,7 @@ class Starts:
     def __init__(self) -> None:
         self.num_models = 0
         self.digest = 0
+        self.problem = ""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Starts:
@@ -53,6 +59,7 @@ def told(
     *,
     late: Sequence[bool],
     has: Sequence[bool],
+    num_reached: int,
     num_unreached: int,
     digest: int,
     is_active: bool,
@@ -64,14 +71,15 @@ def told(
         group: of ranks.
         late: per bucket, whether gradients have come too late for it.
         has: per parameter, whether it has a gradient.
-        num_unreached: forwards that no backward has reached.
+        num_reached: forwards since the last sum that a backward has reached.
+        num_unreached: those that none has.
         digest: of the order in which buckets were started.
         is_active: whether this rank has inputs left.
         has_failed: whether its forward or backward has.
     """
-    of_ranks = [0, 0] * group.size()
-    of_ranks[group.rank()] = _FAILED if has_failed else 1 + num_unreached if is_active else _IS_THROUGH
-    of_ranks[group.size() + group.rank()] = digest
+    state = _FAILED if has_failed else 1 + num_unreached if is_active else _IS_THROUGH
+    of_ranks = [0] * (_NUM_OF_RANK * group.size())
+    of_ranks[group.rank() :: group.size()] = [state, num_reached, digest]
     return [*map(int, late), *map(int, has), *(int(is_active and not one) for one in has), *of_ranks]
 
 
@@ -84,49 +92,53 @@ class Agreed:
         num_having: per parameter, ranks that have a gradient.
         num_lacking: per parameter, active ranks that have none.
         states: of each rank.
-        digests: likewise.
+        num_reached: likewise, as the next.
+        digests: of what was started.
     """
 
     num_late: Sequence[int]
     num_having: Sequence[int]
     num_lacking: Sequence[int]
     states: Sequence[int]
+    num_reached: Sequence[int]
     digests: Sequence[int]
 
     @classmethod
     def of(cls, total: Sequence[int], num_buckets: int, num_parameters: int, num_ranks: int) -> Agreed:
         """From the sum of what they told."""
-        return cls(*_split(total, num_buckets, num_parameters, num_parameters, num_ranks, num_ranks))
+        return cls(*_split(total, num_buckets, num_parameters, num_parameters, *[num_ranks] * _NUM_OF_RANK))
 
     @property
     def active_rank(self) -> int:
         """The first rank that has inputs left."""
         return next(rank for rank, state in enumerate(self.states) if state != _IS_THROUGH)
 
-    @property
-    def _active(self) -> list[int]:
-        return [one for one in self.states if one != _IS_THROUGH]
+    def what_failed(self) -> str:
+        """Why there is no sum this time; nothing if there is one."""
+        if _FAILED not in self.states:
+            return ""
+        return (
+            f"forward or backward failed on {_ranks_in_words(self.states, _FAILED)}, so no rank of the group has "
+            f"gradients; go on with the next step on all ranks, or see there what failed"
+        )
 
-    def steps_ahead(self, rank: int) -> int:
-        """Of an active rank that has not failed: steps that it has left out, and others have not."""
-        return 0 if _FAILED in self.states else self.states[rank] - min(self._active)
-
-    def why_given_up(self) -> str:
-        """Why there is no sum; nothing if there is one."""
-        if _FAILED in self.states:
-            return (
-                f"forward or backward failed on {_ranks_in_words(self.states, _FAILED)}: go on with the next step on "
-                f"all ranks, or see there what failed"
-            )
-        most, least = max(self._active), min(self._active)
-        if most != least:
-            return (
-                f"no backward has reached {most - 1} of the forwards before this one on "
-                f"{_ranks_in_words(self.states, most)}, {least - 1} on {_ranks_in_words(self.states, least)}: if "
-                f"something failed there between the two, go on on all ranks: those that are ahead leave out the next "
-                f"step, too; if a forward is of one rank alone, make it within torch.no_grad(), or call the module "
-                f"that is wrapped"
-            )
+    def why_out_of_step(self) -> str:
+        """Why there can be no sums any more; nothing if there can."""
+        for reached in {*self.num_reached}:
+            states = [
+                state if number == reached else _IS_THROUGH
+                for state, number in zip(self.states, self.num_reached, strict=True)
+            ]
+            active = [one for one in states if one != _IS_THROUGH]
+            if len({*active}) > 1:
+                most, least = max(active), min(active)
+                return (
+                    f"the ranks are out of step: {most - 1} of the forwards before this backward had none on "
+                    f"{_ranks_in_words(states, most)}, {least - 1} on {_ranks_in_words(states, least)}. If something "
+                    f"failed there between forward and backward, go on from a checkpoint on all ranks; what fails in "
+                    f"forward, where the loss can be computed, too, ends one step alone. If a rank makes forwards for "
+                    f"itself, let it do so within torch.no_grad(), or with the module that is wrapped"
+                )
         if len({*self.digests}) > 1:
             other = next(one for one in self.digests if one != self.digests[0])
             return (

@@ -40,6 +40,10 @@ def clip_grad_norm_(
         raise ArgumentError(f"max_norm={max_norm!r}, norm_type={norm_type!r}; they must be at least 0 and above 0")
     if isinstance(holder, (DataParallel, ZeroOptimizer, FullyShardedParallel)):
         model = holder.model if isinstance(holder, ZeroOptimizer) else holder
+        if isinstance(holder, ZeroOptimizer) and holder.is_joining:
+            raise ArgumentError(
+                "within join(), ranks that are through cannot clip their parts; clip at stage 0, or not"
+            )
         model.gradient_sync.settle()
     if isinstance(holder, DataParallel):
         if holder.is_sharded:
@@ -53,11 +57,10 @@ def clip_grad_norm_(
             f"FullyShardedParallel"
         )
     group = None if is_whole else model.group
-    if norm_type <= 2:
-        total = _norm(gradients, norm_type, model.device, group)
-    else:
-        total = largest = _norm(gradients, math.inf, model.device, group)
-        if not math.isinf(norm_type) and bool(0 < largest < math.inf):  # other powers may be too large for 64 bits
+    total = _norm(gradients, norm_type, model.device, group)
+    if not math.isinf(norm_type) and not 0 < total < math.inf:  # powers may be too large or small for 64 bits
+        largest = _norm(gradients, math.inf, model.device, group)
+        if bool(0 < largest < math.inf):
             scaled = (one.to(_wide(one.dtype)) / largest for one in gradients)
             total = _norm(scaled, norm_type, model.device, group) * largest
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)

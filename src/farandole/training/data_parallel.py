@@ -61,10 +61,10 @@ class DataParallel(Wrapper, Joinable):
     Raises:
         ArgumentError: an argument makes no sense, nothing is to be trained, or a layer would make sparse gradients and
             they are refused.
-        BackwardFailedError: from ``backward``: forward or backward has failed on another rank, which has gone on since,
-            or something between the two: no rank has gradients then, and all can go on. Or several models are summed in
-            another order there.
+        BackwardFailedError: from ``backward``: forward (in training mode) or backward has failed on another rank, which
+            has gone on since: no rank has gradients then, and all can go on.
         DifferentModelsError: the ranks' modules differ.
+        OutOfStepError: from ``backward``: a rank has left out a step, or sums several models in another order.
         SparseGradientError: from ``backward``: a gradient is sparse, and that is refused.
         UnusedParametersError: from ``backward``, on every rank: a parameter had no gradient on some rank.
     """
@@ -270,6 +270,8 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Each time that another goes on."""
+        if self._model.sharded_by is not None:
+            self._model.sharded_by.zero_grad()  # after each step: the others have
         is_summed = self._model._agree_in_join(is_active=False)
         self._model.share_buffers(self._model.active_rank)
         if is_summed:

@@ -4,6 +4,7 @@
 
     farandole.FarandoleError
     ├── BackwardFailedError      a step failed on another rank
+    ├── OutOfStepError           ranks have left out steps, or taken them in another order
     ├── UnusedParametersError    parameters had no gradient on some rank
     ├── SparseGradientError      a gradient is sparse
     ├── DifferentModelsError     the ranks' models differ
@@ -20,14 +21,19 @@ __all__ = [
     "CheckpointError",
     "DifferentModelsError",
     "NotGatheredError",
+    "OutOfStepError",
     "SparseGradientError",
     "UnusedParametersError",
 ]
 
 
 class BackwardFailedError(FarandoleError):
-    """A forward or backward failed on another rank, or a step was left out there, so that no rank has gradients; raised
-    from ``backward`` on every rank where it did not fail."""
+    """A forward or backward failed on another rank, and went on there, so that no rank has gradients; raised from
+    ``backward`` on every rank where it did not fail."""
+
+
+class OutOfStepError(FarandoleError):
+    """A rank has left out a step, or sums several models in another order; raised on every rank, from then on."""
 
 
 class UnusedParametersError(FarandoleError):

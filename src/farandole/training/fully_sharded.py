@@ -213,9 +213,10 @@ class FullyShardedParallel(Wrapper):
             if unit not in kept:
                 self._release(unit)
         if for_backward:
+            await_end = weakly(self._await_end)  # the module may keep what it returns
             for tensor in tensors_in(outputs):
                 if is_computed(tensor):
-                    tensor.register_hook(lambda _: self._await_end())
+                    tensor.register_hook(lambda _: await_end())
         super().after_forward(outputs)
 
     def _cast(self, value: object) -> object:
@@ -226,13 +227,14 @@ class FullyShardedParallel(Wrapper):
     def _watch(self, module: nn.Module, unit: Unit) -> None:
         """Gather the parameters of ``unit`` whenever ``module`` computes."""
         calls: list[UnitCall] = []
+        modules = list(module.modules())
         reference = weakref.ref(self)
 
         @eager
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if (self := reference()) is None:
                 raise ArgumentError("the wrapper that gathers this module is gone; keep it as long as the module")
-            call = UnitCall(self, unit, module)
+            call = UnitCall(self, unit, modules)
             calls.append(call)
             self._use(unit)
             return call.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else (args, kwargs)
@@ -241,7 +243,7 @@ class FullyShardedParallel(Wrapper):
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
             if (self := reference()) is None or not calls:
                 return
-            calls.pop().watch_outputs(outputs)
+            calls.pop().watch_outputs(outputs, modules)
             unit.require_own_outputs(outputs)
             if not is_in_backward() and unit is not self._last_of_before:
                 self._release(unit)

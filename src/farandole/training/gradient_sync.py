@@ -15,8 +15,7 @@ backward takes everything at its end.
 Where a forward or a backward fails on some ranks, the others wait for sums. So a rank that has failed is through with
 it before its next collective: it starts what is left, tells that it has failed, and all ranks let go of all gradients.
 What fails between the two is not seen on its rank, whose next backward meets one of the others that is a step behind:
-that is seen by what ranks tell (see `farandole.training.agreement`), and given up. The rank that is ahead then leaves
-out the next step, too.
+that is seen by what ranks tell (see `farandole.training.agreement`), and nothing is summed after that.
 """
 
 from __future__ import annotations
@@ -37,7 +36,12 @@ from farandole.errors import ArgumentError
 from farandole.torch_eager import eager
 from farandole.training.agreement import Agreed, Starts, told
 from farandole.training.bucket import Bucket
-from farandole.training.errors import BackwardFailedError, SparseGradientError, UnusedParametersError
+from farandole.training.errors import (
+    BackwardFailedError,
+    OutOfStepError,
+    SparseGradientError,
+    UnusedParametersError,
+)
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.recorded import started, wait_for
 
@@ -140,6 +144,7 @@ class GradientSync:
         self._starts = Starts.of(group)
         self._number = self._starts.num_models
         self._starts.num_models += 1
+        self._starts.problem, self._starts.digest = "", 0  # all ranks have come here
         self._unused = unused
         self._sparse = sparse
         self._is_reproducible = reproducible
@@ -147,10 +152,9 @@ class GradientSync:
         # How often each accumulates in a backward; so long as that is not known, 0 stands for "at the end".
         self._expected = [0 if reproducible else 1] * len(self.parameters)
         self._round_number = 0
-        self._num_unreached = 0  # forwards, since the last sum
+        self._num_reached = self._num_unreached = 0  # forwards, since the last sum
         self._awaits_end = False
         self._is_due = False  # a sum: the other ranks make one
-        self._num_ahead = 0  # steps of the other ranks that this one has left out
         self._is_open = False
         self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
@@ -220,12 +224,23 @@ class GradientSync:
         """One that all ranks make, and a backward after it."""
         self._is_due = self.enabled
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another one takes the gradients."""
+        return self._is_replaced
+
+    def _require_in_step(self) -> None:
+        if self._starts.problem:
+            raise OutOfStepError(self._starts.problem)
+
     def settle(self) -> None:
         """If the last forward or backward has failed on this rank, be through with it; before the next collective.
 
         Raises:
             ArgumentError: another one takes the gradients.
+            OutOfStepError: the ranks were found to be out of step.
         """
+        self._require_in_step()
         if self._is_replaced:
             raise ArgumentError(
                 "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
@@ -233,10 +248,6 @@ class GradientSync:
         if is_in_backward():
             return  # it is not over
         self._end(has_failed=True)
-        for _ in range(self._num_ahead):
-            self._is_due = True
-            self._end(has_failed=True)
-        self._num_ahead = 0
 
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with no gradients."""
@@ -249,7 +260,9 @@ class GradientSync:
     def _reach(self, forward: _Forward) -> None:
         if not forward.is_reached:
             forward.is_reached = True
-            self._num_unreached -= forward.round_number == self._round_number
+            if forward.round_number == self._round_number:
+                self._num_unreached -= 1
+                self._num_reached += 1
         if not self._awaits_end:
             self._is_due = self.enabled and self._accumulates(torch._C._current_autograd_node())
             self._await_end()
@@ -283,6 +296,7 @@ class GradientSync:
             self._open()
 
     def _open(self, *, is_active: bool = True) -> None:
+        self._require_in_step()
         self._is_open = True
         self._is_summed = self.enabled or self._is_due
         with torch.no_grad():  # it is enabled where backward keeps a graph
@@ -388,12 +402,13 @@ class GradientSync:
             self._group,
             late=late,
             has=has,
+            num_reached=self._num_reached,
             num_unreached=self._num_unreached,
             digest=self._starts.digest,
             is_active=is_active,
             has_failed=has_failed,
         )
-        self._num_unreached = self._starts.digest = 0
+        self._num_reached = self._num_unreached = self._starts.digest = 0
         self._round_number += 1
         total = torch.tensor(own, dtype=torch.int32, device=self._device())
         work = dist.all_reduce(total, group=self._group, async_op=True)
@@ -407,14 +422,17 @@ class GradientSync:
         self._round.waited_s = time.perf_counter() - begun_s
         agreed = Agreed.of(total.tolist(), len(late), len(has), self._group.size())
         left = self._let_go_of_late()
-        if why := agreed.why_given_up():
+        if failure := agreed.what_failed():
             self._give_up()
             if problem is not None:
                 raise problem
             if not has_failed:
-                self._num_ahead = agreed.steps_ahead(self._group.rank()) if is_active else 0
-                raise BackwardFailedError(f"{why}; no rank of the group has gradients")
+                raise BackwardFailedError(failure)
             return
+        self._starts.problem = agreed.why_out_of_step()
+        if self._starts.problem:
+            self._give_up()
+            self._require_in_step()
         self._deliver(self.buckets, agreed.num_having)
         again = [bucket for bucket, ranks in zip(self.buckets, agreed.num_late, strict=True) if ranks]
         for bucket in again:

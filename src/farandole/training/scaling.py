@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
+from farandole.errors import ArgumentError
 from farandole.training.wrapper import Wrapper
 
 __all__ = ["GradScaler"]
@@ -29,6 +31,10 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if isinstance(self._model, Joinable) and self._model._join_config.enable:
+            raise ArgumentError(
+                "within join(), ranks that are through cannot look for infinities; use bfloat16, and scale nothing"
+            )
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found.setdefault(self._model.device, found_inf)  # a rank may have no gradients
         for one in found.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ MAX_ON_THE_WAY = 2
 _OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 _refused = WeakTensorKeyDictionary()
-"""Parameters that are not to be stepped: their pieces are."""
+"""Parameters that are not to be stepped, as their pieces are, with whether that is still so."""
 
 _shard_of = WeakTensorKeyDictionary()
 """Of a piece that an optimizer works on, a weak reference to its `FlatShard`."""
@@ -57,10 +57,10 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakK
 _num_sharded = 0
 
 
-def refuse_steps(parameters: Iterable[nn.Parameter]) -> None:
-    """Have optimizers refuse these."""
+def refuse_steps(parameters: Iterable[nn.Parameter], are_sharded: Callable[[], bool] = lambda: True) -> None:
+    """Have optimizers refuse these, as long as they are sharded."""
     for parameter in parameters:
-        _refused[parameter] = True
+        _refused[parameter] = are_sharded
     _watch_steps()
 
 
@@ -91,7 +91,7 @@ def _shards_in(optimizer: torch.optim.Optimizer) -> Collection[weakref.ref[FlatS
     found = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter in _refused:
+            if _refused.get(parameter, bool)():
                 raise ArgumentError(
                     f"the {type(optimizer).__name__} has parameters that are sharded, and get no gradients; make it "
                     f"after that: a ZeroOptimizer of the model, or one of FullyShardedParallel(...).parameters()"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ __all__ = ["Caller", "UnitCall"]
 
 
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"_buffers"}
+
+_MOST_KEPT = 64
+"""Of a list or dictionary in which a module keeps tensors; what is larger, or deeper, is for something else."""
 
 
 class Caller(Protocol):
@@ -41,18 +45,18 @@ class UnitCall:
     Args:
         model: whose unit it is.
         unit: of parameters.
-        module: that has them. What it keeps as attributes in its forward, such as a loss of its own, is also known by
-            its backward.
+        modules: that have them. What one keeps as an attribute in this forward, such as a loss of its own, is also
+            known by its backward.
     """
 
-    def __init__(self, model: Caller, unit: Unit, module: nn.Module) -> None:
-        self._model = model
-        self._unit = unit
-        self._module = module
-        self._kept_before = list(_kept_by(module))
+    def __init__(self, model: Caller, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        # Weakly, as what the modules keep would keep this, out of sight of Python's garbage collector.
+        self._model = weakref.ref(model)
+        self._unit = weakref.ref(unit)
         self._entered = -1  # in which backward
         self._num_inputs = 0  # that have gradients
         self._num_arrived = 0
+        self._kept_before = [(tensor, tensor.grad_fn) for tensor in _kept_by(modules)]
 
     def watch_inputs(self, inputs: Any) -> Any:
         """Know when backward arrives at them: ``inputs`` to go on with."""
@@ -65,36 +69,45 @@ class UnitCall:
         self._num_inputs = len(watched)
         for view in watched.values():
             view.register_hook(lambda _: self._arrive())
+            self._kept_before.append((view, view.grad_fn))
         return pytree.tree_unflatten([watched.get(id(one), one) for one in leaves], structure)
 
-    def watch_outputs(self, outputs: object) -> None:
+    def watch_outputs(self, outputs: object, modules: Sequence[nn.Module]) -> None:
         """Know when backward begins."""
-        before = {*map(id, self._kept_before)}
-        kept = [one for one in _kept_by(self._module) if id(one) not in before]
-        self._kept_before = []
+        before = {(id(tensor), id(node)) for tensor, node in self._kept_before}
+        kept = [one for one in _kept_by(modules) if (id(one), id(one.grad_fn)) not in before]
+        self._kept_before.clear()
         for tensor in [*tensors_in(outputs), *kept]:
             if is_computed(tensor):
                 tensor.register_hook(lambda _: self._enter())
 
     def _enter(self) -> None:
-        if self._entered != self._model.num_backwards:
-            self._entered, self._num_arrived = self._model.num_backwards, 0
-            self._unit.num_entered += 1
-            self._model.use_in_backward(self._unit)
+        model, unit = self._model(), self._unit()
+        if model is not None and unit is not None and self._entered != model.num_backwards:
+            self._entered, self._num_arrived = model.num_backwards, 0
+            unit.num_entered += 1
+            model.use_in_backward(unit)
 
     def _arrive(self) -> None:
         """At one of the inputs; at the last of them, backward is through with this call."""
+        model, unit = self._model(), self._unit()
         self._num_arrived += 1
-        if self._entered == self._model.num_backwards and self._num_arrived == self._num_inputs:
+        if (
+            model is not None
+            and unit is not None
+            and self._entered == model.num_backwards
+            and self._num_arrived == self._num_inputs
+        ):
             self._entered = -1
-            self._model.leave_in_backward(self._unit)
+            model.leave_in_backward(unit)
 
 
-def _kept_by(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a module or a part of it has as attributes, but for its parameters."""
-    for one in module.modules():
+def _kept_by(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules have as attributes, but for their parameters."""
+    for one in modules:
         for name, value in vars(one).items():
             if isinstance(value, Tensor):
                 yield value
-            elif name not in _OF_ANY_MODULE and isinstance(value, (list, tuple, dict)):
-                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+            elif isinstance(value, (list, tuple, dict)) and name not in _OF_ANY_MODULE and len(value) <= _MOST_KEPT:
+                some = value.values() if isinstance(value, dict) else value
+                yield from (item for item in some if isinstance(item, Tensor))

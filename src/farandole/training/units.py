@@ -24,7 +24,7 @@ from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.outputs import tensors_in
 from farandole.training.recorded import blocking, started, wait_for
-from farandole.training.shards import FlatShard, master_dtype
+from farandole.training.shards import FlatShard, master_dtype, refuse_steps
 from farandole.training.summing import Summing
 
 __all__ = ["Absent", "Flat", "FlatKind", "Owner", "Unit", "parameters_by_unit", "units_of"]
@@ -121,6 +121,7 @@ class Flat:
             for one, place in zip(parameters, self.layout.places, strict=True)
         ]
         self._absent = [Absent(name) for name in names]
+        refuse_steps(parameters)
         for parameter in parameters:
             parameter.data = parameter.new_empty(0)
         self.hide()

@@ -9,6 +9,7 @@ its part.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -93,7 +94,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         require_same(said, model.group, model.device, problem)
         self._shards = _Shards(model, stage)
         model.replace_buckets(self._shards.buckets, self)
-        refuse_steps(self._parameters)
+        sync = weakref.ref(model.gradient_sync)
+        refuse_steps(self._parameters, lambda: (used := sync()) is not None and not used.is_replaced)
         values = {one.name: one.value for one in self.holdings()}
         sharded = [
             {**group, "params": [values[name] for name in some if name is not None]}
@@ -124,7 +126,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self.model.gradient_sync.settle()
         if self.model.sharded_by is not self:
             raise ArgumentError("the model has another ZeroOptimizer since this one; step the one made last")
-        if self._join_config.enable:
+        if self.is_joining:
             self._agree_on_options(is_active=is_active)
         self.take_over()
         self._inner.step()
@@ -236,6 +238,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """See `torch.distributed.algorithms.Joinable`; `DataParallel.join` is for both. After each forward come a
         backward that is summed, a step and `zero_grad`."""
         return _Shadow(self)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether some ranks may be through, and step their parts for the others."""
+        return bool(self._join_config.enable)
 
     def leave_join(self) -> None:
         """Each step is of all ranks again."""
