@@ -333,9 +333,37 @@ def what_does_not_fit_is_named_on_every_rank(world: World) -> None:
         == "the parameters are sharded by a ZeroOptimizer; give that one, or none"
     )
     assert said(model, zero, ArgumentError) == "the ZeroOptimizer is that of another model"
+    text = refusal(
+        lambda: save_checkpoint(path, model, "adam" if world.rank == 0 else None),
+        ArgumentError if world.rank == 0 else CheckpointError,
+    )
+    assert "the optimizer is a str; it must be a torch.optim.Optimizer or None" in text
     assert "it must be a DataParallel or a FullyShardedParallel" in refusal(
         lambda: save_checkpoint(path, network()), ArgumentError
     )
+
+
+@check(1, 2, 3)
+def a_run_that_was_resumed_several_times_is_as_one_that_was_not(world: World) -> None:
+    """At one stage after the other: weights, and the state of the optimizer, with the number of its steps."""
+    for first_stage in range(NUM_STAGES):
+        alone, its_optimizer = make(world, 0, 0)
+        train(alone, its_optimizer, range(10))
+        model, optimizer = make(world, first_stage, 0)
+        for leg in range(5):
+            train(model, optimizer, range(2 * leg, 2 * leg + 2))
+            path = folder(world, f"leg-{first_stage}-{leg}")
+            save_checkpoint(path, model, optimizer)
+            model, optimizer = make(world, (first_stage + leg) % NUM_STAGES, leg)
+            load_checkpoint(path, model, optimizer)
+        assert weights(model) == weights(alone)
+        if world.rank == 0:
+            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            steps = {key: torch.zeros(()) for key in metadata if key.endswith(".step") and "nothing" not in key}
+            dcp.load(steps, checkpoint_id=path, no_dist=True)
+            assert len(steps) > 5
+            assert {*map(float, steps.values())} == {10.0}
+        dist.barrier(world.group)
 
 
 @check(1, 2, 3)

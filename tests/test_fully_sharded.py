@@ -401,10 +401,14 @@ def gradients_of_gradients(world: World) -> None:
             (slope,) = torch.autograd.grad(one(inputs).sum(), inputs, create_graph=True)
             return squares(slope) + (squares(one(batch(0, step + 50))) if forward_between else 0)
 
-        for step in range(3):
-            loss_of(model, step, forward_between).backward()
+        for step in range(4):
+            loss, expected = loss_of(model, step, forward_between), loss_of(alone, step, forward_between)
+            for _ in range(step % 2):  # more than one backward
+                loss.backward(retain_graph=True)
+                expected.backward(retain_graph=True)
+            loss.backward()
             require_released(model)
-            loss_of(alone, step, forward_between).backward()
+            expected.backward()
         wanted = dict(alone.named_parameters())
         for one in model.holdings():
             if one.value.numel() and wanted[one.name].grad is not None:
@@ -1013,17 +1017,37 @@ def inputs_and_last_units_that_some_ranks_do_not_use(world: World) -> None:
     close_states(model, reference.module, 1e-4)
 
 
+class Nested(nn.Module):
+    """Its layers are checkpointed by kinds: not at all, re-entrant, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 3)
+
+    def forward(self, inputs: Tensor, kinds: tuple) -> Tensor:
+        values = self.first(inputs) * self.scale
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            values = torch.tanh(layer(values) if kind is None else checkpoint(layer, values, use_reentrant=kind))
+        return self.last(values)
+
+
 @check(1, 2, 3)
 def the_whole_model_under_a_checkpoint(world: World) -> None:
+    """And parts of it, once more."""
     for is_reentrant in (True, False):
         for stage in range(4):
-            reference = Reference(network(), world.size, SGD)
-            model, optimizer = at_stage(world, stage, network(), reproducible=True)
-            for step in range(4):
+            reference = Reference(Nested(), world.size, SGD)
+            model, optimizer = at_stage(world, stage, Nested(), reproducible=True)
+            for step, kinds in enumerate(
+                [(None, None, None), (True, True, None), (True, True, True), (False, True, None), (False, False, False)]
+            ):
                 inputs = batch(world.rank, step).requires_grad_()
-                squares(checkpoint(model, inputs, use_reentrant=is_reentrant)).backward()
+                squares(checkpoint(model, inputs, kinds, use_reentrant=is_reentrant)).backward()
                 for rank in range(world.size):
-                    reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s))))
+                    reference.backward(rank, lambda one, r=rank, s=step: squares(one(batch(r, s), (None, None, None))))
                 reference.sum()
                 reference.step()
                 optimizer.step()
@@ -1138,6 +1162,12 @@ def options_that_differ_are_named_on_every_rank(world: World) -> None:
     model = DataParallel(network(), group=world.group)
     said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, stage=1 + last, lr=1.0), DifferentModelsError)
     assert "rank 0 has stage=1, rank 1 has stage=2" in said
+    for given, kind, text in (({"lr": -1.0}, ValueError, "Invalid learning rate"), ({"rate": 1}, TypeError, "rate")):
+        given = given if last else {"lr": 1.0}
+        make = partial(ZeroOptimizer, model, torch.optim.SGD, **given)
+        assert text in refusal(make, kind if last else ArgumentError)
+    said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, stage=5 if last else 1, lr=1.0), ArgumentError)
+    assert "stage=5; it must be 1 or 2" in said
     some = list(model.parameters())[last:]
     said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, some, lr=1.0), ArgumentError)
     assert "'0.weight'" in said

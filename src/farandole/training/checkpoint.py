@@ -55,8 +55,7 @@ def save_checkpoint(
     """
     path = Path(path).resolve()  # of a link, what it leads to
     partial, before = path.with_name(f"{path.name}.partial"), _before(path)
-    state = State(model, optimizer)
-    model.gradient_sync.settle()
+    state = _state_of(model, optimizer)
     group = model.group
 
     def prepare() -> dict[str, Any]:
@@ -102,8 +101,7 @@ def load_checkpoint(
             model's values are those of the checkpoint by then; the optimizer's state is as it was.
     """
     path = Path(path).resolve()
-    state = State(model, optimizer)
-    model.gradient_sync.settle()
+    state = _state_of(model, optimizer)
     group = model.group
     if not path.exists() and _before(path).exists():  # a save was interrupted between its last two steps
         path = _before(path)
@@ -148,6 +146,15 @@ def export_weights(path: str | Path, model: DataParallel | FullyShardedParallel)
             partial.replace(path)
 
     _on_all_ranks(model.group, write)
+
+
+def _state_of(model: DataParallel | FullyShardedParallel, optimizer: torch.optim.Optimizer | None) -> State:
+    if not isinstance(model, (DataParallel, FullyShardedParallel)):
+        raise ArgumentError(
+            f"the model is a {type(model).__name__}; it must be a DataParallel or a FullyShardedParallel"
+        )
+    model.gradient_sync.settle()
+    return _on_all_ranks(model.group, lambda: State(model, optimizer))
 
 
 def _before(path: Path) -> Path:

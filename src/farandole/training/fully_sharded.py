@@ -204,14 +204,13 @@ class FullyShardedParallel(Wrapper):
 
     def after_forward(self, outputs: object) -> None:
         """See `Wrapper`."""
-        if is_in_backward():  # a checkpointed part is computed once more
-            return
-        self._order = self._next_order or self._order
         for_backward = torch.is_grad_enabled()
-        kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
-        for unit in self.units:
-            if unit not in kept:
-                self._release(unit)
+        if not is_in_backward():  # where a checkpointed part is computed once more, all of it is used in a moment
+            self._order = self._next_order or self._order
+            kept = (self._rest, self._order[-1] if self._order else None) if for_backward else ()
+            for unit in self.units:
+                if unit not in kept:
+                    self._release(unit)
         if for_backward:
             await_end = weakly(self._await_end)  # the module may keep what it returns
             for tensor in tensors_in(outputs):
@@ -271,7 +270,9 @@ class FullyShardedParallel(Wrapper):
         if not self._awaits_end:
             self._awaits_end = True
             self._place = len(self._order)
-            self._makes_graph = torch.is_grad_enabled()
+            # One that keeps a graph of gradients, of an earlier one, is to be gone through once more, too.
+            keeps = self._keeps_graph and torch._C._autograd._get_current_graph_task_keep_graph()
+            self._makes_graph = torch.is_grad_enabled() or keeps
             self._keeps_graph |= self._makes_graph
             self._rest.gather()  # it may have been let go of since the forward
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)

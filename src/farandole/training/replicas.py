@@ -34,7 +34,7 @@ def description_of(module: nn.Module) -> list[str]:
 
 
 def require_same(
-    own: Sequence[str], group: dist.ProcessGroup, device: torch.device, problem: ArgumentError | None = None
+    own: Sequence[str], group: dist.ProcessGroup, device: torch.device, problem: Exception | None = None
 ) -> None:
     """Go on if all ranks can, and do so alike. All ranks call this.
 
@@ -45,7 +45,8 @@ def require_same(
         problem: why this rank cannot go on.
 
     Raises:
-        ArgumentError: ``problem``, or that of another rank.
+        Exception: ``problem``.
+        ArgumentError: another rank has one.
         DifferentModelsError: the ranks' words differ.
     """
     text = "\n".join(own) if problem is None else str(problem)

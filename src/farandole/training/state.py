@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ class State:
     """
 
     def __init__(self, model: DataParallel | FullyShardedParallel, optimizer: torch.optim.Optimizer | None) -> None:
-        if not isinstance(model, (DataParallel, FullyShardedParallel)):
+        if not isinstance(optimizer, (torch.optim.Optimizer, NoneType)):
             raise ArgumentError(
-                f"the model is a {type(model).__name__}; it must be a DataParallel or a FullyShardedParallel"
+                f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer or None"
             )
         if isinstance(optimizer, ZeroOptimizer) and optimizer.model is not model:
             raise ArgumentError("the ZeroOptimizer is that of another model")
@@ -73,12 +74,14 @@ class State:
         return {**pieces, **{f"model.{name}": one.detach() for name, one in self._wholes.items()}}
 
     def _of_optimizer(self) -> list[Holding]:
-        """What it may have a state for."""
+        """What it has a state for. Not what is empty here: that is never stepped, and would not count steps."""
         wholes = [Holding(name, one.shape, 0, one.numel(), one) for name, one in self._wholes.items()]
-        return self._pieces + wholes
+        return [one for one in self._pieces + wholes if one.value.numel() or not one.shape.numel()]
 
     def _names_in_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        names = {id(one.value): one.name for one in self._of_optimizer()}
+        names = {id(one.value): one.name for one in self._pieces} | {
+            id(one): name for name, one in self._wholes.items()
+        }
         for group in optimizer.param_groups:
             if strange := [tuple(one.shape) for one in group["params"] if id(one) not in names]:
                 raise ArgumentError(

@@ -76,18 +76,21 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             raise ArgumentError(
                 f"the model is a {type(model).__name__}; wrap it first: model = farandole.training.DataParallel(model)"
             )
-        if stage not in (1, 2):
-            raise ArgumentError(f"stage={stage!r}; it must be 1 or 2 (stage 0 is DataParallel, 3 FullyShardedParallel)")
         Joinable.__init__(self)
         self.model = model
         self._parameters = model.gradient_sync.parameters
         names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
         groups: list[dict[str, Any]] = []
-        problem = None
+        problem: Exception | None = None
         try:
+            if stage not in (1, 2):
+                raise ArgumentError(
+                    f"stage={stage!r}; it must be 1 or 2 (stage 0 is DataParallel, 3 FullyShardedParallel)"
+                )
             groups = _as_groups(self._parameters if params is None else params)
             _require_all(groups, model)
-        except ArgumentError as error:
+            optimizer_class([{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups], **defaults)
+        except Exception as error:  # the class's own, too: the others are to know of it
             problem = error
         self._given = [[names.get(id(one)) for one in group["params"]] for group in groups]  # None: a frozen one
         said = [f"stage={stage}", getattr(optimizer_class, "__name__", ""), *map(str, self._given)]
