@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from farandole.training.summing import Pending
 
-__all__ = ["Bucket", "Kind"]
+__all__ = ["Bucket", "Kind", "Seen"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
 """What memory is held for; buffers are for what is on its way between ranks."""
+
+
+class Seen(NamedTuple):
+    """The gradient of a parameter when a backward was through that was not summed.
+
+    Attributes:
+        gradient: that, if there was one.
+        version: of it.
+    """
+
+    gradient: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Seen:
+        """As it is now."""
+        return cls(parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
+
+    def was_let_go(self, parameter: Tensor) -> bool:
+        """Set to None, or to zero, since."""
+        now = parameter.grad
+        if now is None or self.gradient is None:
+            return now is None
+        return now is self.gradient and now._version != self.version and not bool(now.any())
 
 
 class Bucket(ABC):

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole.errors import ArgumentError
-from farandole.training.bucket import Bucket, Kind
+from farandole.training.bucket import Bucket, Kind, Seen
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Summing
@@ -156,7 +156,8 @@ class FlatShard:
             nn.Parameter(piece.view(own), requires_grad=parameters[piece.tensor].requires_grad) for piece in self.pieces
         ]
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
-        self._paused: dict[int, _Paused] = {}  # since a backward that was not summed
+        # Since a backward that was not summed, what pieces had then, and whether that is but zero in place of nothing.
+        self._paused: dict[int, tuple[Seen, bool]] = {}
         for value in self.values:
             _shard_of[value] = weakref.ref(self)
         _watch_steps()
@@ -175,23 +176,20 @@ class FlatShard:
                 is_new = value.grad is None
                 if is_new:
                     value.grad = piece.view(self.require_gradient().data).zero_()
-                self._paused[position] = _Paused(value.grad, value.grad._version, is_new)
+                self._paused[position] = Seen.of(value), is_new
 
     def resume(self) -> list[int]:
         """Backward goes on. Returns those parameters whose gradients were let go of."""
         let_go = [position for position in self._paused if self._was_let_go(position)]
-        for position, paused in self._paused.items():
-            if paused.is_new:
+        for position, (_, is_new) in self._paused.items():
+            if is_new:
                 self.values[position].grad = None
         self._paused.clear()
         return [self.pieces[position].tensor for position in let_go]
 
     def _was_let_go(self, position: int) -> bool:
-        """Set to None, or to zero, since backward paused."""
-        gradient, paused = self.values[position].grad, self._paused[position]
-        return gradient is None or (
-            gradient is paused.gradient and gradient._version != paused.version and not bool(gradient.any())
-        )
+        seen, _ = self._paused[position]
+        return seen.was_let_go(self.values[position])
 
     def require_summed(self) -> None:
         """Raises:
@@ -228,20 +226,6 @@ class FlatShard:
         for piece, value in zip(self.pieces, self.values, strict=True):
             if has_gradient[piece.tensor] and value.numel():
                 value.grad = piece.view(self.gradient.data)  # of which it is seen whether it is changed by itself
-
-
-class _Paused(NamedTuple):
-    """What was the gradient of a piece after a backward that was not summed.
-
-    Attributes:
-        gradient: of the piece.
-        version: of it.
-        is_new: whether there is none yet but zero.
-    """
-
-    gradient: Tensor
-    version: int
-    is_new: bool
 
 
 class BufferPool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from farandole.training.bucket import Bucket, Kind
+from farandole.training.bucket import Bucket, Kind, Seen
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.summing import Summing
@@ -27,7 +27,7 @@ class SummedBucket(Bucket):
         self._carried: Tensor | None = None  # the sum so far, if gradients were not set to None since
         self._carried_views: list[Tensor] = []
         self.is_carried = [False] * len(indices)
-        self._seen: list[tuple[Tensor | None, int]] = []  # gradients, and their versions, when backward paused
+        self._seen: list[Seen] = []  # when backward paused
         self._use(self._zeros())
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is not None:  # what an earlier bucket has delivered
@@ -49,7 +49,7 @@ class SummedBucket(Bucket):
         if self._carried is None:
             self._carry()
         else:  # since before a backward that was not summed
-            self.keep([not self._was_let_go(position) for position in range(len(self.indices))])
+            self.keep([not seen.was_let_go(one) for seen, one in zip(self._seen, self._parameters, strict=True)])
             for parameter, view in zip(self._parameters, self._carried_views, strict=True):
                 if parameter.grad is view:
                     parameter.grad = None
@@ -67,13 +67,6 @@ class SummedBucket(Bucket):
         self._use(self._zeros() if self._spare is None else self._spare)
         self._spare = None
 
-    def _was_let_go(self, position: int) -> bool:
-        """Set to None, or to zero, since backward paused."""
-        gradient, (seen, version) = self._parameters[position].grad, self._seen[position]
-        if gradient is None or seen is None:
-            return gradient is None
-        return gradient is seen and seen._version != version and not bool(seen.any())
-
     def keep(self, is_carried: Sequence[bool]) -> None:
         """Carry no others."""
         for position, kept in enumerate(is_carried):
@@ -87,7 +80,7 @@ class SummedBucket(Bucket):
         for parameter, view, carried in zip(self._parameters, self._carried_views, self.is_carried, strict=True):
             if carried and parameter.grad is None:
                 parameter.grad = view  # so that it is seen whether it is let go of
-        self._seen = [(one.grad, -1 if one.grad is None else one.grad._version) for one in self._parameters]
+        self._seen = [Seen.of(one) for one in self._parameters]
 
     def _view(self, position: int) -> Tensor:
         return self._views[position]
