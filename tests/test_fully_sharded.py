@@ -465,7 +465,7 @@ def ranks_that_use_other_parameters_of_a_unit(world: World) -> None:
         text = refusal(
             lambda: squares(strict(batch(0, 0), 2 if world.rank == 0 else -1)).backward(), UnusedParametersError
         )
-        assert f"'layers.2.second.weight' on 1 of {world.size} ranks" in text
+        assert "'layers.2.second.weight' on rank 0" in text
 
 
 @check(2)
@@ -853,6 +853,11 @@ def norms_of_large_powers_and_of_few_bits(world: World) -> None:
             optimizer.step()
             change = before - model.state_dict()["weight"]
             torch.testing.assert_close(change, torch.tensor([[3e4, 1e4]]) / norm.item(), rtol=1e-4, atol=0)
+    module = nn.Linear(3, 1)
+    module.nothing = nn.Parameter(torch.zeros(0))
+    model = DataParallel(module, group=world.group)
+    (module.nothing.sum() + model(torch.ones(1, 3)).sum()).backward()
+    assert clip_grad_norm_(model, 0.5, float("inf")) == 1
     model = DataParallel(nn.Linear(64, 64, bias=False).bfloat16(), group=world.group)
     for factor in torch.linspace(1, 2, 50):
         model.zero_grad()
@@ -974,6 +979,7 @@ def an_optimizer_made_before_wrapping_is_refused(world: World) -> None:
     squares(model(batch(world.rank, 0))).backward()
     assert "the SGD has parameters that are sharded, and get no gradients" in refusal(early.step, ArgumentError)
     SGD(model.parameters()).step()
+    assert "stage 3 has no join" in refusal(model.join, ArgumentError)
 
 
 @check(2, 3, 4)
@@ -1168,6 +1174,8 @@ def options_that_differ_are_named_on_every_rank(world: World) -> None:
         assert text in refusal(make, kind if last else ArgumentError)
     said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, stage=5 if last else 1, lr=1.0), ArgumentError)
     assert "stage=5; it must be 1 or 2" in said
+    said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, lr=0.5 + last), DifferentModelsError)
+    assert "rank 0 has lr=0.5, rank 1 has lr=1.5" in said
     some = list(model.parameters())[last:]
     said = refusal(lambda: ZeroOptimizer(model, torch.optim.SGD, some, lr=1.0), ArgumentError)
     assert "'0.weight'" in said

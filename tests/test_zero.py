@@ -917,6 +917,86 @@ def a_rank_that_failed_goes_on_with_something_else_than_a_forward(world: World) 
 
 
 @check(2, 3)
+def a_loop_that_steps_whatever_failed_has_the_same_weights_on_all_ranks(world: World) -> None:
+    for stage in STAGES:
+        for where in ("in forward", "in backward", "within no_sync"):
+            for set_to_none in (True, False):
+                module = Raises()
+                model = wrap(world, module)
+                optimizer = optimizer_of(model, stage)
+                expected = Reference(network(), world.size, ADAM)
+                said = []
+                for step in range(6):
+                    fails = world.rank == 0 and step in (0, 3)
+                    optimizer.zero_grad(set_to_none)
+                    for number in range(2):
+                        is_last = number == 1
+                        fails_now = fails and is_last == (where != "within no_sync")
+                        module.raises = fails_now and where == "in forward"
+                        module.wraps = FailsHalfway(module) if fails_now and where != "in forward" else torch.clone
+                        try:
+                            with contextlib.nullcontext() if is_last else model.no_sync():
+                                squares(model(batch(world.rank, 2 * step + number))).backward()
+                        except (Bad, BackwardFailedError) as error:
+                            said.append(type(error).__name__)
+                    with contextlib.suppress(ArgumentError):  # of what no_sync has left where the last one failed
+                        optimizer.step()
+                    if step not in (0, 3):
+                        for number in range(2):
+                            for rank in range(world.size):
+                                expected.backward(
+                                    rank, lambda one, r=rank, n=2 * step + number: squares(one(batch(r, n)))
+                                )
+                        expected.sum()
+                        expected.step()
+                    world.require_same(model.parameters())
+                close(module.inner, expected.module)
+                if where == "within no_sync" and world.rank == 0:
+                    assert said == ["Bad", "BackwardFailedError"] * 2
+                else:
+                    assert said == ["Bad" if world.rank == 0 else "BackwardFailedError"] * 2
+
+
+class FailsHalfway:
+    """Makes the backward fail when the last layer has its gradients."""
+
+    def __init__(self, module: Raises) -> None:
+        self._layer = module.inner[2]
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        def fail(_: Tensor) -> None:
+            handle.remove()
+            raise Bad
+
+        handle = self._layer.weight.register_hook(fail)
+        return outputs.clone()
+
+
+@check(2, 3)
+def what_comes_after_a_failure_may_be_of_another_model(world: World) -> None:
+    for stage in STAGES:
+        for what in ("another", "anew", "scaler"):
+            module = Raises()
+            model, other = wrap(world, module), wrap(world, network())
+            optimizer = optimizer_of(model, stage, SGD)
+            module.wraps = FailsHalfway(module) if world.rank == 0 else torch.clone
+            scaler = GradScaler(model)
+            loss = scaler.scale(squares(model(batch(world.rank, 0))))
+            refusal(loss.backward, Bad if world.rank == 0 else BackwardFailedError)
+            module.wraps = torch.clone
+            if what == "another":
+                squares(other(batch(world.rank, 1))).backward()
+            elif what == "anew":
+                model = wrap(world, module)
+                optimizer = optimizer_of(model, stage, SGD)
+            else:
+                scaler.unscale_(optimizer)
+            squares(model(batch(world.rank, 1))).backward()
+            optimizer.step()
+            world.require_same(model.parameters())
+
+
+@check(2, 3)
 def a_rank_whose_backward_reaches_no_parameter_takes_part(world: World) -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
@@ -941,9 +1021,7 @@ def a_rank_whose_backward_reaches_no_parameter_takes_part(world: World) -> None:
                 with torch.no_grad():
                     before = model.module.weight.clone()
                 if step % 2 and kind == "error":
-                    assert f"'weight' on 1 of {world.size} ranks" in refusal(
-                        outputs.sum().backward, UnusedParametersError
-                    )
+                    assert "'weight' on rank 0;" in refusal(outputs.sum().backward, UnusedParametersError)
                     optimizer.zero_grad()
                     continue
                 outputs.sum().backward()
@@ -1052,6 +1130,16 @@ def gradients_are_let_go_of_before_or_after_while_some_ranks_are_through(world: 
                 call()
 
         assert "within join(), ranks that are through cannot" in refusal(loop, ArgumentError)
+    for context in (contextlib.nullcontext, model.no_sync):
+
+        def accumulate(context=context) -> None:
+            with model.join():
+                for number in range(2):
+                    with context():
+                        squares(model(batch(world.rank, number))).backward()
+
+        assert "within join(), a ZeroOptimizer steps after each backward" in refusal(accumulate, ArgumentError)
+        model.zero_grad()
 
 
 @check(2, 3)

@@ -92,7 +92,8 @@ def expected_memory(
     parameters have neither gradients nor states. Parameters and parts begin at multiples of 64 elements, so each may be
     up to 63 longer; at stage 0, where gradients alone are, that is not counted, nor are the buffers that
     ``reproducible`` and ``wire_dtype`` take. Where several backwards accumulate, stage 0 has a second copy of
-    gradients, and stage 3 whole ones within ``no_sync``, besides.
+    gradients besides, from then on; and for a moment when buckets are arranged anew, after the second backward. Within
+    ``no_sync``, stages 1 to 3 have whole gradients besides.
 
     Args:
         module: to be trained; it may be on the meta device.

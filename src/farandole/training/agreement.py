@@ -12,9 +12,11 @@ import dataclasses
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+
+from farandole import timeline
 
 __all__ = ["Agreed", "Starts", "told"]
 
@@ -33,6 +35,7 @@ class Starts:
 
     Attributes:
         num_models: whose gradients are summed in the group.
+        syncs: those of them that are there.
         digest: of what was started since it was last told, in its order.
         problem: why nothing can be summed any more: the ranks are out of step.
     """
@@ -41,6 +44,7 @@ class Starts:
 
     def __init__(self) -> None:
         self.num_models = 0
+        self.syncs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.digest = 0
         self.problem = ""
 
@@ -135,9 +139,10 @@ class Agreed:
                 return (
                     f"the ranks are out of step: {most - 1} of the forwards before this backward had none on "
                     f"{_ranks_in_words(states, most)}, {least - 1} on {_ranks_in_words(states, least)}. If something "
-                    f"failed there between forward and backward, go on from a checkpoint on all ranks; what fails in "
-                    f"forward, where the loss can be computed, too, ends one step alone. If a rank makes forwards for "
-                    f"itself, let it do so within torch.no_grad(), or with the module that is wrapped"
+                    f"failed there between forward and backward, wrap the model anew on all ranks, and go on from a "
+                    f"checkpoint; what fails in forward, where the loss can be computed, too, ends one step alone. If "
+                    f"a rank makes forwards for itself, let it do so within torch.no_grad(), or with the module that "
+                    f"is wrapped"
                 )
         if len({*self.digests}) > 1:
             other = next(one for one in self.digests if one != self.digests[0])
@@ -150,8 +155,7 @@ class Agreed:
 
 
 def _ranks_in_words(values: Sequence[int], value: int) -> str:
-    ranks = [str(rank) for rank, one in enumerate(values) if one == value]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+    return timeline.ranks_in_words([rank for rank, one in enumerate(values) if one == value])
 
 
 def _split(values: Sequence[int], *lengths: int) -> Iterator[Sequence[int]]:

@@ -73,7 +73,9 @@ def _norm(
     gradients: Iterable[Tensor], norm_type: float, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Of these, on all ranks of ``group`` together, if given."""
-    norms = [torch.linalg.vector_norm(one, norm_type, dtype=_wide(one.dtype)).double() for one in gradients]
+    norms = [
+        torch.linalg.vector_norm(one, norm_type, dtype=_wide(one.dtype)).double() for one in gradients if one.numel()
+    ]
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)
     if group is None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from farandole.errors import ArgumentError
 from farandole.torch_eager import eager
 from farandole.training.arguments import require_size
 from farandole.training.bucket import Bucket
@@ -39,8 +40,9 @@ class DataParallel(Wrapper, Joinable):
     are of different sizes get what one process would compute on all of them if each scales its loss to its share, as
     with ``reduction="sum"`` and the loss divided by the size of the whole batch.
 
-    Parameters and buffers of rank 0 are copied to all ranks here, and buffers again before the first forward after each
-    step. All ranks call ``forward`` and ``backward`` equally often; see `join` if they cannot.
+    Parameters and buffers of rank 0 are copied to all ranks here, and buffers again before the first forward in
+    training after each step; so what batch statistics the last one has left differ in `eval`. All ranks call
+    ``forward`` and ``backward`` equally often; see `join` if they cannot.
 
     Args:
         module: the same on each rank, on one device. Frozen parameters stay as they are; freeze and unfreeze before.
@@ -114,6 +116,12 @@ class DataParallel(Wrapper, Joinable):
         # The first that is registered is used first, so its gradient comes last.
         self._fill_buckets(list(reversed(range(len(trained)))))
 
+    def forward_failed(self) -> None:
+        """See `Wrapper`; the others are in their sums, or come there."""
+        super().forward_failed()
+        if self.is_step:
+            self.gradient_sync.settle()
+
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Wrapper`."""
         args, kwargs = super().before_forward(args, kwargs)
@@ -121,6 +129,7 @@ class DataParallel(Wrapper, Joinable):
             self.require_unchanged(self._are_trained)
             Join.notify_join_context(self)
             if self._join_config.enable:
+                self._require_stepped()
                 self._agree_in_join(is_active=True)
             self.share_buffers(self.active_rank)
         return args, kwargs
@@ -149,6 +158,8 @@ class DataParallel(Wrapper, Joinable):
         for parameter in self.gradient_sync.parameters:
             parameter.grad = None
         self.gradient_sync.buckets = buckets
+        self.gradient_sync.leaves_gradients = False
+        self.num_rounds_stepped = self.num_rounds
         self._sharded_by = weakref.ref(optimizer)
 
     @property
@@ -213,6 +224,7 @@ class DataParallel(Wrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `torch.distributed.algorithms.Joinable`."""
+        self.num_rounds_stepped = self.num_rounds
         self._divides_by_active = self.summing.is_mean and not kwargs.get("divide_by_initial_world_size", True)
         return _Shadow(self, kwargs.get("optimizer"))
 
@@ -251,6 +263,16 @@ class DataParallel(Wrapper, Joinable):
         are_carried = iter(told.tolist())
         for bucket in buckets:
             bucket.keep([bool(next(are_carried)) for _ in bucket.indices])
+
+    def _require_stepped(self) -> None:
+        """Raises:
+        ArgumentError: ranks that are through have stepped after the last backward, and this one has not.
+        """
+        if self.is_sharded and not (self.num_rounds_stepped == self.num_rounds and self.gradient_sync.enabled):
+            raise ArgumentError(
+                "within join(), a ZeroOptimizer steps after each backward, and each is summed: accumulate nothing "
+                "there, or train at stage 0"
+            )
 
     def leave_join(self) -> None:
         """Each forward is of this rank alone again."""

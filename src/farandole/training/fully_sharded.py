@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -198,9 +198,9 @@ class FullyShardedParallel(Wrapper):
 
     def forward_failed(self) -> None:
         """See `Wrapper`."""
-        super().forward_failed()
         if not is_in_backward():
             self._let_go()
+        super().forward_failed()
 
     def after_forward(self, outputs: object) -> None:
         """See `Wrapper`."""
@@ -321,6 +321,17 @@ class FullyShardedParallel(Wrapper):
         unit.num_entered -= 1
         if unit.num_entered == 0:
             self._release(unit)
+
+    def join(self, **_: Any) -> NoReturn:
+        """There is none.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            "stage 3 has no join: ranks gather parameters from one another in every forward; give all ranks equally "
+            "many batches, or train at another stage"
+        )
 
     # -- whole parameters --------------------------------------------------------------------------------------------
 

@@ -44,8 +44,9 @@ from farandole.training.errors import (
 )
 from farandole.training.outputs import is_computed, tensors_in
 from farandole.training.recorded import started, wait_for
+from farandole.training.stepping import refuse_whole, watch_steps
 
-__all__ = ["GradientSync", "Round", "is_in_backward", "weakly"]
+__all__ = ["GradientSync", "Round", "is_in_backward", "settle_group", "weakly"]
 
 _NUM_AHEAD = 2
 """Buckets that are started before one is advanced: by then its first half is probably through."""
@@ -105,6 +106,14 @@ class _Forward:
     is_reached: bool = False
 
 
+def settle_group(group: dist.ProcessGroup) -> None:
+    """Be through with each backward that has failed on this rank; before a model is wrapped."""
+    starts = Starts.of(group)
+    if not starts.problem and not is_in_backward():
+        for sync in sorted(starts.syncs, key=lambda one: one._number):
+            sync._end(has_failed=True)
+
+
 @eager
 class GradientSync:
     """Takes the gradients of parameters as backward makes them, and sums them.
@@ -120,6 +129,7 @@ class GradientSync:
 
     Attributes:
         enabled: whether backward sums; else it accumulates on this rank alone.
+        leaves_gradients: whether sums become gradients of the parameters.
         on_open: called when a backward begins that is summed, with whether this rank takes part with gradients.
         on_round: called after each backward that was to be summed, when all is delivered or given up.
     """
@@ -138,12 +148,14 @@ class GradientSync:
         self.parameters = list(parameters.values())
         self.buckets = ()
         self.enabled = True
+        self.leaves_gradients = True
         self.on_open: Callable[[bool], None] = lambda _: None
         self.on_round: Callable[[Round], None] = lambda _: None
         self._group = group
         self._starts = Starts.of(group)
         self._number = self._starts.num_models
         self._starts.num_models += 1
+        self._starts.syncs.add(self)
         self._starts.problem, self._starts.digest = "", 0  # all ranks have come here
         self._unused = unused
         self._sparse = sparse
@@ -155,6 +167,7 @@ class GradientSync:
         self._num_reached = self._num_unreached = 0  # forwards, since the last sum
         self._awaits_end = False
         self._is_due = False  # a sum: the other ranks make one
+        self._is_incomplete = False  # what is left of a backward of this rank alone, which has failed
         self._is_open = False
         self._is_summed = False  # what is open
         self._nodes = []  # autograd itself holds them weakly
@@ -172,6 +185,7 @@ class GradientSync:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: accumulated(index)),
                 node.register_prehook(lambda _: before_accumulation()),
             ]
+        watch_steps(self.parameters, self)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -190,6 +204,7 @@ class GradientSync:
     def let_be_replaced(self) -> None:
         """Take no more gradients: another one takes them."""
         self._is_replaced = True
+        self._starts.syncs.discard(self)
         for handle in self._handles:
             handle.remove()
 
@@ -224,17 +239,23 @@ class GradientSync:
         """One that all ranks make, and a backward after it."""
         self._is_due = self.enabled
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether another one takes the gradients."""
-        return self._is_replaced
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `farandole.training.stepping.Watcher`: a step is after a backward, which may have failed.
+
+        Raises:
+            ArgumentError: the gradients are elsewhere.
+        """
+        if not self.leaves_gradients:
+            refuse_whole(optimizer)
+        settle_group(self._group)
 
     def _require_in_step(self) -> None:
         if self._starts.problem:
             raise OutOfStepError(self._starts.problem)
 
     def settle(self) -> None:
-        """If the last forward or backward has failed on this rank, be through with it; before the next collective.
+        """If the last forward or backward of any model in the group has failed on this rank, be through with it; before
+        the next collective.
 
         Raises:
             ArgumentError: another one takes the gradients.
@@ -245,9 +266,7 @@ class GradientSync:
             raise ArgumentError(
                 "the module was wrapped once more, or shares parameters with one that was; use the wrapper made last"
             )
-        if is_in_backward():
-            return  # it is not over
-        self._end(has_failed=True)
+        settle_group(self._group)
 
     def shadow(self) -> None:
         """Take part in a backward of the other ranks, with no gradients."""
@@ -302,6 +321,9 @@ class GradientSync:
         with torch.no_grad():  # it is enabled where backward keeps a graph
             for bucket in self.buckets:
                 bucket.begin()
+            self._is_incomplete = self._is_incomplete and any(
+                one.grad is not None and bool(one.grad.any()) for one in self.parameters
+            )
         if self._is_summed:
             self.on_open(is_active)
         self._num_started = 0
@@ -385,12 +407,13 @@ class GradientSync:
             if self._is_summed:
                 self._close(is_active=True, has_failed=has_failed)
             else:
+                self._is_incomplete |= has_failed
                 for bucket in self.buckets:
                     bucket.pause()
 
     def _close(self, *, is_active: bool, has_failed: bool = False) -> None:
         """Start what is left, wait for all, and deliver."""
-        problem = None if has_failed else self._take_rest()
+        problem = None if has_failed else self._what_is_lost() or self._take_rest()
         has_failed |= problem is not None
         self._start_while(lambda _: True)
         has = [
@@ -449,7 +472,16 @@ class GradientSync:
         self._round.active_rank = agreed.active_rank
         self.on_round(self._round)
         if self._unused == "error" and any(agreed.num_lacking):
-            raise UnusedParametersError(self._without_gradient(agreed.num_lacking))
+            lacking = [index for index, one in enumerate(has) if is_active and not one]
+            raise UnusedParametersError(self._without_gradient(lacking))
+
+    def _what_is_lost(self) -> BackwardFailedError | None:
+        if not self._is_incomplete:
+            return None
+        return BackwardFailedError(
+            "a backward within no_sync() failed on this rank, and left gradients of some layers alone, so no rank of "
+            "the group has gradients; let go of them with zero_grad() where it failed, and accumulate anew"
+        )
 
     def _take_rest(self) -> SparseGradientError | None:
         """What has not been taken, bucket by bucket, so that few need memory at a time; what is late stays, as dense
@@ -468,6 +500,7 @@ class GradientSync:
         return None
 
     def _give_up(self) -> None:
+        self._is_incomplete = False
         for bucket in self.buckets:
             bucket.abandon()
         self.on_round(self._round)
@@ -485,12 +518,18 @@ class GradientSync:
         for bucket in buckets:
             bucket.deliver([num_having[index] > 0 for index in bucket.indices])
 
-    def _without_gradient(self, num_lacking: Sequence[int]) -> str:
-        size = self._group.size()
+    def _without_gradient(self, lacking: Sequence[int]) -> str:
+        """What is wrong, on all ranks; all call this, each with the parameters that it has no gradient of."""
+        told: list[Sequence[int]] = [()] * self._group.size()
+        dist.all_gather_object(told, lacking, group=self._group)
+        ranks_of: dict[int, list[int]] = {}
+        for rank, indices in enumerate(told):
+            for index in indices:
+                ranks_of.setdefault(index, []).append(rank)
         named = [
-            f"{name!r} on {'all' if ranks == size else f'{ranks} of {size}'} ranks"
-            for name, ranks in zip(self.names, num_lacking, strict=True)
-            if ranks
+            f"{self.names[index]!r} on "
+            f"{'all ranks' if len(ranks) == self._group.size() else timeline.ranks_in_words(ranks)}"
+            for index, ranks in sorted(ranks_of.items())
         ]
         more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         return (

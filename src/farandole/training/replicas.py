@@ -82,7 +82,7 @@ def _first_difference(said: Sequence[Sequence[str]]) -> str:
         for mine, its in zip([*said[0], "nothing more"], [*other, "nothing more"], strict=False):
             if mine != its:
                 return (
-                    f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {its}; build the same model on "
+                    f"the ranks differ: rank 0 has {mine}, rank {rank} has {its}; build the same model on "
                     f"every rank, in the same order, and wrap it alike"
                 )
     raise AssertionError("digests differ, texts do not")

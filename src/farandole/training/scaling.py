@@ -35,6 +35,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ArgumentError(
                 "within join(), ranks that are through cannot look for infinities; use bfloat16, and scale nothing"
             )
+        self._model.gradient_sync.settle()
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found.setdefault(self._model.device, found_inf)  # a rank may have no gradients
         for one in found.values():

@@ -8,102 +8,26 @@ them.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from farandole.errors import ArgumentError
 from farandole.training.bucket import Bucket, Kind, Seen
 from farandole.training.layout import Layout
 from farandole.training.memory import zeros
+from farandole.training.stepping import watch_steps
 from farandole.training.summing import Summing
 
-__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype", "refuse_steps"]
+__all__ = ["MAX_ON_THE_WAY", "BufferPool", "FlatShard", "Holding", "ScatterBucket", "master_dtype"]
 
 MAX_ON_THE_WAY = 2
 """Sums that are under way before a pool waits for the oldest."""
 
 _OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
-
-_refused = WeakTensorKeyDictionary()
-"""Parameters that are not to be stepped, as their pieces are, with whether that is still so."""
-
-_shard_of = WeakTensorKeyDictionary()
-"""Of a piece that an optimizer works on, a weak reference to its `FlatShard`."""
-
-
-class _Known(NamedTuple):
-    """Of an optimizer.
-
-    Attributes:
-        num_sharded: how often something was sharded before it was looked at.
-        num_parameters: that it had.
-        shards: to which these belong.
-    """
-
-    num_sharded: int
-    num_parameters: int
-    shards: Collection[weakref.ref[FlatShard]]
-
-
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
-_num_sharded = 0
-
-
-def refuse_steps(parameters: Iterable[nn.Parameter], are_sharded: Callable[[], bool] = lambda: True) -> None:
-    """Have optimizers refuse these, as long as they are sharded."""
-    for parameter in parameters:
-        _refused[parameter] = are_sharded
-    _watch_steps()
-
-
-def _watch_steps() -> None:
-    """Something was sharded: look at all optimizers anew."""
-    global _num_sharded
-    _num_sharded += 1
-    _register_hook()
-
-
-@functools.cache
-def _register_hook() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Called before each step of any optimizer."""
-    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _known.get(optimizer)
-    if known is None or known[:2] != (_num_sharded, num_parameters):
-        known = _known[optimizer] = _Known(_num_sharded, num_parameters, _shards_in(optimizer))
-    for reference in known.shards:
-        if (shard := reference()) is not None:
-            shard.require_summed()
-
-
-def _shards_in(optimizer: torch.optim.Optimizer) -> Collection[weakref.ref[FlatShard]]:
-    found = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if _refused.get(parameter, bool)():
-                raise ArgumentError(
-                    f"the {type(optimizer).__name__} has parameters that are sharded, and get no gradients; make it "
-                    f"after that: a ZeroOptimizer of the model, or one of FullyShardedParallel(...).parameters()"
-                )
-            if (reference := _shard_of.get(parameter)) is not None:
-                found.add(reference)
-    if found and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
-        raise ArgumentError(
-            f"{type(optimizer).__name__} needs whole parameters, and these are pieces; take one that treats each "
-            f"element by itself, such as AdamW, or DataParallel without a ZeroOptimizer"
-        )
-    return found
 
 
 class Holding(NamedTuple):
@@ -158,9 +82,25 @@ class FlatShard:
         self.gradient = torch.zeros(0, dtype=own.dtype, device=own.device)  # grows with the first backward
         # Since a backward that was not summed, what pieces had then, and whether that is but zero in place of nothing.
         self._paused: dict[int, tuple[Seen, bool]] = {}
-        for value in self.values:
-            _shard_of[value] = weakref.ref(self)
-        _watch_steps()
+        watch_steps(self.values, self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `farandole.training.stepping.Watcher`.
+
+        Raises:
+            ArgumentError: the optimizer needs whole parameters, or gradients of this rank alone are left.
+        """
+        if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+            raise ArgumentError(
+                f"{type(optimizer).__name__} needs whole parameters, and these are pieces; take one that treats each "
+                f"element by itself, such as AdamW, or DataParallel without a ZeroOptimizer"
+            )
+        for position in self._paused:
+            if not self._was_let_go(position):
+                raise ArgumentError(
+                    f"{self.names[self.pieces[position].tensor]!r} has a gradient of this rank alone; run the last "
+                    f"backward before step() outside no_sync()"
+                )
 
     def holdings(self) -> Iterator[Holding]:
         """Of each parameter."""
@@ -190,17 +130,6 @@ class FlatShard:
     def _was_let_go(self, position: int) -> bool:
         seen, _ = self._paused[position]
         return seen.was_let_go(self.values[position])
-
-    def require_summed(self) -> None:
-        """Raises:
-        ArgumentError: gradients of this rank alone are left.
-        """
-        for position in self._paused:
-            if not self._was_let_go(position):
-                raise ArgumentError(
-                    f"{self.names[self.pieces[position].tensor]!r} has a gradient of this rank alone; run the last "
-                    f"backward before step() outside no_sync()"
-                )
 
     def carry(self) -> bool:
         """Have in ``gradient`` what was not let go of, as it is now, and zero elsewhere; whether there is any."""

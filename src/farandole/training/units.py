@@ -24,7 +24,8 @@ from farandole.training.layout import Layout
 from farandole.training.memory import zeros
 from farandole.training.outputs import tensors_in
 from farandole.training.recorded import blocking, started, wait_for
-from farandole.training.shards import FlatShard, master_dtype, refuse_steps
+from farandole.training.shards import FlatShard, master_dtype
+from farandole.training.stepping import refuse_whole, watch_steps
 from farandole.training.summing import Summing
 
 __all__ = ["Absent", "Flat", "FlatKind", "Owner", "Unit", "parameters_by_unit", "units_of"]
@@ -121,11 +122,15 @@ class Flat:
             for one, place in zip(parameters, self.layout.places, strict=True)
         ]
         self._absent = [Absent(name) for name in names]
-        refuse_steps(parameters)
+        watch_steps(parameters, self)
         for parameter in parameters:
             parameter.data = parameter.new_empty(0)
         self.hide()
         self.free()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `farandole.training.stepping.Watcher`: the parameters are empty."""
+        refuse_whole(optimizer)
 
     def held(self) -> Iterator[tuple[Kind, Tensor]]:
         """The memory that is held now, and what for."""

@@ -22,7 +22,7 @@ from farandole.training.arguments import (
     require_wire_dtype,
 )
 from farandole.training.bucket import Kind
-from farandole.training.gradient_sync import GradientSync, Round, is_in_backward
+from farandole.training.gradient_sync import GradientSync, Round, is_in_backward, settle_group
 from farandole.training.replicas import broadcast, description_of, require_same
 from farandole.training.shards import ScatterBucket
 from farandole.training.summing import Summing
@@ -55,6 +55,7 @@ class Wrapper(nn.Module):
         aliases: the other names of tied parameters, and what they are called first.
         summing: how gradients are summed.
         gradient_sync: what takes them; the subclass sets it.
+        num_rounds: backwards that were summed.
         waited_s: seconds that ``backward`` has waited for sums when it was through itself, all in all.
     """
 
@@ -76,6 +77,7 @@ class Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group_or_world(group)
+        settle_group(self.group)
         options = {
             "reduction": reduction,
             "unused": unused,
@@ -105,7 +107,7 @@ class Wrapper(nn.Module):
         self.summing = Summing(self.group, mean=reduction == "mean", reproducible=reproducible, wire_dtype=wire_dtype)
         self._broadcast_buffers = broadcast_buffers
         self._buffers_are_due = False  # those of all ranks are alike now
-        self._num_rounds = 0
+        self.num_rounds = 0
         self.waited_s = 0.0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +115,7 @@ class Wrapper(nn.Module):
         args, kwargs = self.before_forward(args, kwargs)
         try:
             outputs = self.module(*args, **kwargs)
-        except BaseException:
+        except Exception:
             self.forward_failed()
             raise
         self.after_forward(outputs)
@@ -186,10 +188,10 @@ class Wrapper(nn.Module):
 
     def after_round(self, done: Round) -> None:
         """Called when a backward is through on all ranks."""
-        self._num_rounds += done.is_delivered
+        self.num_rounds += done.is_delivered
         self.waited_s += done.waited_s
         self._buffers_are_due = True
-        if done.is_delivered and self._num_rounds == _MEASURED_ROUND:
+        if done.is_delivered and self.num_rounds == _MEASURED_ROUND:
             self.rearrange(done, done.active_rank)
 
     def rearrange(self, done: Round, src: int) -> None:

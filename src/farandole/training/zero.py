@@ -9,7 +9,6 @@ its part.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from farandole.training.layout import Layout, into_buckets
 from farandole.training.memory import zeros
 from farandole.training.recorded import started, wait_for
 from farandole.training.replicas import require_same
-from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype, refuse_steps
+from farandole.training.shards import BufferPool, FlatShard, Holding, ScatterBucket, master_dtype
 
 __all__ = ["ZeroOptimizer"]
 
@@ -81,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self._parameters = model.gradient_sync.parameters
         names = {id(one): name for name, one in zip(model.gradient_sync.names, self._parameters, strict=True)}
         groups: list[dict[str, Any]] = []
+        said = [f"stage={stage}", getattr(optimizer_class, "__name__", "")]
         problem: Exception | None = None
         try:
             if stage not in (1, 2):
@@ -89,16 +89,16 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 )
             groups = _as_groups(self._parameters if params is None else params)
             _require_all(groups, model)
-            optimizer_class([{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups], **defaults)
+            of_class = optimizer_class(
+                [{**group, "params": [nn.Parameter(torch.zeros(1))]} for group in groups], **defaults
+            )
+            said += [f"{key}={one!r}" for group in of_class.param_groups for key, one in _plain_options(group)]
         except Exception as error:  # the class's own, too: the others are to know of it
             problem = error
         self._given = [[names.get(id(one)) for one in group["params"]] for group in groups]  # None: a frozen one
-        said = [f"stage={stage}", getattr(optimizer_class, "__name__", ""), *map(str, self._given)]
-        require_same(said, model.group, model.device, problem)
+        require_same([*said, *map(str, self._given)], model.group, model.device, problem)
         self._shards = _Shards(model, stage)
         model.replace_buckets(self._shards.buckets, self)
-        sync = weakref.ref(model.gradient_sync)
-        refuse_steps(self._parameters, lambda: (used := sync()) is not None and not used.is_replaced)
         values = {one.name: one.value for one in self.holdings()}
         sharded = [
             {**group, "params": [values[name] for name in some if name is not None]}
@@ -131,6 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             raise ArgumentError("the model has another ZeroOptimizer since this one; step the one made last")
         if self.is_joining:
             self._agree_on_options(is_active=is_active)
+        self.model.num_rounds_stepped = self.model.num_rounds
         self.take_over()
         self._inner.step()
         self.gather()
@@ -366,6 +367,13 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if given and isinstance(given[0], dict):
         return [{**group, "params": _as_list(group["params"])} for group in given]
     return [{"params": _as_list(given)}]
+
+
+def _plain_options(group: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Those that are alike where they are printed alike."""
+    for key, value in group.items():
+        if isinstance(value, (bool, int, float, str, tuple, Tensor)):
+            yield key, value
 
 
 def _as_list(params: Any) -> list[nn.Parameter]:
