@@ -6,7 +6,7 @@ The text is that of the module pydoc_data.topics, about 465,000 characters, unde
 training can be stopped at any time: started again with the same --folder it goes on from its last checkpoint, on any
 number of ranks and at any stage, to the same bits. At the end the folder has a plot of the loss, weights.safetensors
 for other programs, and a sample of what was learned is printed. Under torchrun and mpirun, too. Needs torch,
-safetensors, rich and matplotlib: pip install "farandole[demo]".
+safetensors, rich and matplotlib: pip install ".[demo]".
 """
 
 from __future__ import annotations
