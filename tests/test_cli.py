@@ -504,6 +504,30 @@ def test_run_shows_the_traceback_of_the_rank_that_failed_once(tmp_path):
     assert "rank 1 of 2 raised an exception" in result.stderr
 
 
+def test_run_names_the_cause_where_another_rank_has_said_first_that_it_lost_that(tmp_path):
+    """Rank 1 closes its communicator on its way out, and has yet to come to its end when rank 0 has ended."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, select, numpy, farandole\n"
+        "with farandole.init() as communicator:\n"
+        "    others = communicator.all_gather(numpy.array([os.getpid()]))\n"
+        "    try:\n"
+        "        if communicator.rank == 1:\n"
+        "            raise ValueError('the dog ate it')\n"
+        "        communicator.barrier()\n"
+        "    finally:\n"
+        "        if communicator.rank == 1:\n"
+        "            waiting = os.pidfd_open(int(others[0]))\n"
+        "            communicator.close()\n"
+        "            select.select([waiting], [], [], 60)\n"
+    )
+    result = run_command("run", "-n", 2, script)
+    assert result.returncode == 1
+    assert "rank 1 of 2 raised an exception" in result.stderr
+    assert "ValueError: the dog ate it" in result.stderr
+    assert "PeerLostError" not in result.stderr
+
+
 def test_run_hands_out_the_exit_code_of_the_rank_that_failed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(7)\n")

@@ -43,10 +43,10 @@ def main() -> None:
             sys.exit(128 + signal.SIGINT)
         except SystemExit as end:
             if _exit_code(end):
-                _report(errors, _exit_code(end), "")
+                _report(errors, time.monotonic_ns(), _exit_code(end))
             raise
         except Exception as error:
-            _report(errors, 1, _user_traceback(error))
+            _report(errors, time.monotonic_ns(), 1, error)
             _flush()
             sys.exit(1)
 
@@ -87,11 +87,18 @@ def _die_with(launcher: int) -> None:
         sys.exit(1)
 
 
-def _report(errors: TextIO, code: int, trace: str) -> None:
-    """Tell the launcher when this rank failed. It shows the traceback of the rank that did so first, and only that
-    one."""
+def _report(errors: TextIO, time_ns: int, code: int, error: Exception | None = None) -> None:
+    """Tell the launcher when this rank failed, and whether because of another. It shows the traceback of the rank that
+    did so first, and only that one."""
+    known = sys.modules.get("farandole.errors")
     with contextlib.suppress(OSError), errors:
-        json.dump({"time_ns": time.monotonic_ns(), "code": code, "traceback": trace}, errors)
+        report = {
+            "time_ns": time_ns,
+            "code": code,
+            "traceback": "" if error is None else _user_traceback(error),
+            "follows": known is not None and isinstance(error, known.PeerLostError),
+        }
+        json.dump(report, errors)
 
 
 def _user_traceback(error: Exception) -> str:

@@ -29,6 +29,7 @@ from farandole.store import StoreServer
 __all__ = ["JobResult", "RankFailure", "run_processes"]
 
 _GRACE_S = 2.0
+_CAUSE_S = 2.0  # that the cause of what other ranks say may take to say so itself
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _SPARE_DESCRIPTORS = 64
 
@@ -305,16 +306,25 @@ class _Job:
 
     def _first_failure(self) -> RankFailure:
         """Of all ranks that have failed by now and were not lost before, the one that did so first: the others may have
-        failed because of it."""
-        failures: list[tuple[int, RankFailure]] = []
-        for entry in self.ranks:
-            if entry.rank in self.lost:
-                continue
-            self._drain(entry)
-            code = _exit_code(entry.process)
-            if code or (code is None and entry.error_report):  # it has failed, or has said so and is on its way out
-                failures.append(_failure_of(entry, code))
-        return min(failures, key=lambda failure: failure[0])[1]
+        failed because of it. Where all that are known have, the cause may be about to say so."""
+        ends_s = time.monotonic() + _CAUSE_S
+        while True:
+            failures: list[tuple[tuple[bool, int], RankFailure]] = []
+            are_running = False
+            for entry in self.ranks:
+                if entry.rank in self.lost:
+                    continue
+                self._drain(entry)
+                code = _exit_code(entry.process)
+                has_said = entry.error_report.endswith(b"}")  # all of it, and is on its way out
+                if code or (code is None and has_said):
+                    failures.append(_failure_of(entry, code))
+                else:
+                    are_running |= code is None
+            (follows, _), first = min(failures, key=lambda failure: failure[0])
+            if not (follows and are_running) or time.monotonic() > ends_s:
+                return first
+            time.sleep(0.01)
 
     def end(self) -> None:
         """End whatever of the job still lives: first politely, then for certain."""
@@ -392,17 +402,17 @@ def _signal_group(process: int, number: int) -> None:
         os.killpg(process, number)
 
 
-def _failure_of(entry: _Rank, code: int | None) -> tuple[int, RankFailure]:
-    """When a rank failed, and how. Where it could not say when, no other rank was the cause: that comes before all
-    else."""
+def _failure_of(entry: _Rank, code: int | None) -> tuple[tuple[bool, int], RankFailure]:
+    """Whether a rank failed because it lost another, when, and how. Where it could not say when, no other rank was the
+    cause: that comes before all else."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return 0, RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
+        return (False, 0), RankFailure(entry.rank, 128 - code, f"was ended by {name}", "")
     try:
         report = json.loads(entry.error_report)
     except json.JSONDecodeError:  # nothing, or cut off
         code = 1 if code is None else code
-        return 0, RankFailure(entry.rank, code, f"exited with code {code}", "")
+        return (False, 0), RankFailure(entry.rank, code, f"exited with code {code}", "")
     code, trace = report["code"] if code is None else code, report["traceback"]
     reason = "raised an exception" if trace else f"exited with code {code}"
-    return report["time_ns"], RankFailure(entry.rank, code, reason, trace)
+    return (report["follows"], report["time_ns"]), RankFailure(entry.rank, code, reason, trace)
