@@ -36,7 +36,8 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    others = ("sem.", "pymp-", "sm_segment.", "mpich_shm_")  # multiprocessing's, and what MPIs leave if ranks fail
+    # Those of multiprocessing, and of MPIs, which leave them if ranks fail.
+    others = ("sem.", "pymp-", "sm_segment.", "mpich_shm_", "ucx_shm_")
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
 
 
