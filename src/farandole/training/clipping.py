@@ -38,25 +38,21 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ArgumentError(f"max_norm={max_norm!r}, norm_type={norm_type!r}; they must be at least 0 and above 0")
-    if isinstance(holder, (DataParallel, ZeroOptimizer, FullyShardedParallel)):
-        model = holder.model if isinstance(holder, ZeroOptimizer) else holder
-        if isinstance(holder, ZeroOptimizer) and holder.is_joining:
-            raise ArgumentError(
-                "within join(), ranks that are through cannot clip their parts; clip at stage 0, or not"
-            )
-        model.gradient_sync.settle()
-    if isinstance(holder, DataParallel):
-        if holder.is_sharded:
-            raise ArgumentError("the gradients are with the ZeroOptimizer of this model; give that to clip_grad_norm_")
-        gradients, is_whole = [one.grad for one in holder.gradient_sync.parameters if one.grad is not None], True
-    elif isinstance(holder, (ZeroOptimizer, FullyShardedParallel)):
-        gradients, is_whole = [one.value.grad for one in holder.holdings() if one.value.grad is not None], False
-    else:
+    if not isinstance(holder, (DataParallel, ZeroOptimizer, FullyShardedParallel)):
         raise ArgumentError(
             f"{type(holder).__name__} holds no gradients of several ranks; give a DataParallel, a ZeroOptimizer or a "
             f"FullyShardedParallel"
         )
-    group = None if is_whole else model.group
+    model = holder.model if isinstance(holder, ZeroOptimizer) else holder
+    if isinstance(holder, ZeroOptimizer) and holder.is_joining:
+        raise ArgumentError("within join(), ranks that are through cannot clip their parts; clip at stage 0, or not")
+    model.gradient_sync.settle()
+    if isinstance(holder, DataParallel):
+        if holder.is_sharded:
+            raise ArgumentError("the gradients are with the ZeroOptimizer of this model; give that to clip_grad_norm_")
+        gradients, group = [one.grad for one in holder.gradient_sync.parameters if one.grad is not None], None
+    else:
+        gradients, group = [one.value.grad for one in holder.holdings() if one.value.grad is not None], model.group
     total = _norm(gradients, norm_type, model.device, group)
     if not math.isinf(norm_type) and not 0 < total < math.inf:  # powers may be too large or small for 64 bits
         largest = _norm(gradients, math.inf, model.device, group)

@@ -107,7 +107,8 @@ class _Forward:
 
 
 def settle_group(group: dist.ProcessGroup) -> None:
-    """Be through with each backward that has failed on this rank; before a model is wrapped."""
+    """Be through with each forward and backward that has failed on this rank, of any model, as the others wait for it;
+    in the order in which the models were wrapped, the same on all ranks."""
     starts = Starts.of(group)
     if not starts.problem and not is_in_backward():
         for sync in sorted(starts.syncs, key=lambda one: one._number):
